@@ -1,0 +1,1 @@
+"""Pages as an operator sees them, in a headless Chromium."""

@@ -1,0 +1,1 @@
+"""Real vLLM and real Mooncake on the CPU, over TCP on loopback."""

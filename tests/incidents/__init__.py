@@ -1,0 +1,1 @@
+"""The corpus: recorded and scripted logs with the verdict each must reach. Never regenerated to make a test pass."""

@@ -1,0 +1,1 @@
+"""The built wheel, installed alone: what a user gets who has nothing else."""
