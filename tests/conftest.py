@@ -1,7 +1,7 @@
 """The rooms of the test suite: in which order they run, which marker they carry, and what they need.
 
-A room that needs vLLM and Mooncake fails where they are missing. A skip would turn a machine without them green, and what
-the tests there show can be shown in no other way. Only `gpu` skips, and says why.
+A room that needs vLLM and Mooncake fails where they are missing. A skip would turn a machine without them green, and
+what the tests there show can be shown in no other way. Only `gpu` skips, and says why.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ NEEDED_MODULES = {
     "browser": ("playwright",),
 }
 
-# The speed of the machine is no property of the code, so there are no deadlines. CI draws the same examples every time; new
-# ones are found where someone can look at them.
+# The speed of the machine is no property of the code, so there are no deadlines. CI draws the same examples every
+# time; new ones are found where someone can look at them.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")

@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Each makes its own environment, once.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+# The steps share one environment and one terminal.
+.NOTPARALLEL:
+.PHONY: help demo test env env-demo lint format types docs docs-check clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: env-demo ## Replay a recorded incident with the light install
+	@.venv-demo/bin/kvledger demo $(DEMO_ARGS)
+
+# Cheap checks first, and pytest last, so that its closing line closes the run.
+test: lint types docs-check ## Make the full environment, then lint, types, docs and all tests
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+env: ## Make the full environment in .venv
+	@$(PYTHON) tools/make_env.py full
+
+env-demo: ## Make the light environment in .venv-demo
+	@$(PYTHON) tools/make_env.py light
+
+lint: env ## Check style and form
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+format: env ## Write the form that lint checks
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+types: env ## Check types, strictly in ledger/ and connector/
+	.venv/bin/pyright --pythonpath .venv/bin/python
+
+docs: env ## Write the pages that are generated from code
+	.venv/bin/python tools/docs.py
+
+docs-check: env ## Fail when a generated page and the code disagree
+	.venv/bin/python tools/docs.py --check
+
+clean: ## Remove the environments and everything that is made
+	rm -rf .venv .venv-demo build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
