@@ -1,0 +1,206 @@
+"""kvledger's settings: one table, from which parsing, checks and the reference page come.
+
+They stand in vLLM's `kv_connector_extra_config`, beside the keys of vLLM's own Mooncake connectors, which are listed here so
+that a misspelt key is an error and not silence. This file knows no vLLM.
+"""
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from ledger.errors import SettingsError
+
+Value: TypeAlias = bool | int | float | str
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One row of the table.
+
+    Attributes:
+        unit: the unit of the value, empty when it has none.
+        choices: the values allowed; empty when the type says all.
+        minimum, maximum: bounds of a number, both included.
+    """
+
+    name: str
+    default: Value
+    help: str
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("ledger_path", "kvledger-logs", "Folder of the audit logs; one file for each start of an engine."),
+    Setting("hash_request_ids", False, "Write the first 16 hex digits of a request id's SHA-256 instead of the id."),
+    Setting(
+        "on_invariant_violation",
+        "raise",
+        "What to do when the books are broken: `raise` ends the engine, `quarantine` keeps the blocks and serves on.",
+        choices=("raise", "quarantine"),
+    ),
+    Setting(
+        "max_inflight_store_jobs",
+        512,
+        "Store jobs open at a time; beyond it a save is skipped and recorded. 0 for no bound.",
+        unit="jobs",
+        minimum=0,
+    ),
+    Setting(
+        "max_pinned_fraction",
+        0.9,
+        "Part of the GPU blocks that store jobs may pin; beyond it a save is skipped and recorded.",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Setting(
+        "stall_suspect_s",
+        60.0,
+        "A job, load or transfer open for longer is recorded as suspected to be stalled, once.",
+        unit="seconds",
+        minimum=0.0,
+    ),
+    Setting(
+        "queue_limit_events",
+        200_000,
+        "Events kept in memory while the disk does not take them; beyond it events are dropped and a gap is recorded.",
+        unit="events",
+        minimum=1_000,
+    ),
+    Setting(
+        "flush_interval_ms",
+        50,
+        "Time between two flushes to disk: what a killed process may lose.",
+        unit="milliseconds",
+        minimum=1,
+        maximum=60_000,
+    ),
+    Setting(
+        "checkpoint_interval_events",
+        512,
+        "Scheduler events between two digests of the state. 0 for none.",
+        unit="events",
+        minimum=0,
+    ),
+    Setting(
+        "evidence",
+        True,
+        "Record what the workers know: each call to the store, with keys, bytes, duration and raw codes.",
+    ),
+    Setting(
+        "evidence_address",
+        "",
+        "Where workers send evidence to, e.g. `tcp://10.0.0.1:5600` when they run on several hosts. "
+        "Empty: a socket file on this host.",
+    ),
+    Setting(
+        "evidence_queue_events",
+        10_000,
+        "Evidence kept in a worker while the engine process does not take it; beyond it the loss is counted and recorded.",
+        unit="events",
+        minimum=100,
+    ),
+)
+"""All settings, in the order of the reference page."""
+
+UPSTREAM_KEYS: frozenset[str] = frozenset({
+    "bootstrap_server_address",
+    "cache_prefix",
+    "custom_mem_pool",
+    "enable_cross_layers_blocks",
+    "enable_group_semantics",
+    "enable_lookup",
+    "enable_store_tp_lcm",
+    "load_async",
+    "lookup_async",
+    "lookup_rpc_port",
+    "mooncake_protocol",
+    "num_workers",
+    "prefill_tp_sizes",
+    "preferred_segment",
+    "save_decode_cache",
+    "store_tp_size",
+})
+"""Keys of `kv_connector_extra_config` that vLLM 0.32 and 0.33 read for their Mooncake connectors."""
+
+PASSTHROUGH = "passthrough_keys"
+"""A list of further keys that somebody else reads; they are not checked."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The settings in force. Each attribute is a row of `SETTINGS`; units and meanings stand there."""
+
+    ledger_path: str
+    hash_request_ids: bool
+    on_invariant_violation: Literal["raise", "quarantine"]
+    max_inflight_store_jobs: int
+    max_pinned_fraction: float
+    stall_suspect_s: float
+    queue_limit_events: int
+    flush_interval_ms: int
+    checkpoint_interval_events: int
+    evidence: bool
+    evidence_address: str
+    evidence_queue_events: int
+
+    def changed(self) -> dict[str, str]:
+        """Return the settings that differ from their defaults, as text."""
+        return {
+            row.name: str(value) for row in SETTINGS if (value := getattr(self, row.name)) != row.default
+        }
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all values, in hex."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+
+def parse(extra_config: Mapping[str, Any]) -> Settings:
+    """Return the settings that stand in vLLM's `kv_connector_extra_config`.
+
+    Raises:
+        SettingsError: a key is unknown or a value cannot be; the message lists every problem.
+    """
+    rows = {row.name: row for row in SETTINGS}
+    passthrough = extra_config.get(PASSTHROUGH, [])
+    problems: list[str] = []
+    if not isinstance(passthrough, list | tuple):
+        problems.append(f"{PASSTHROUGH} must be a list of keys, not {passthrough!r}")
+        passthrough = ()
+    values: dict[str, Value] = {row.name: row.default for row in SETTINGS}
+    for key, value in extra_config.items():
+        row = rows.get(key)
+        if row is not None:
+            problem = _problem(row, value)
+            if problem:
+                problems.append(problem)
+            else:
+                values[key] = float(value) if isinstance(row.default, float) else value
+        elif key not in UPSTREAM_KEYS and key != PASSTHROUGH and key not in passthrough:
+            close = difflib.get_close_matches(key, [*rows, *UPSTREAM_KEYS], n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"if another component reads it, list it in '{PASSTHROUGH}'"
+            problems.append(f"unknown setting '{key}': {hint}")
+    if problems:
+        raise SettingsError("kv_connector_extra_config: " + "; ".join(problems))
+    return msgspec.convert(values, Settings)
+
+
+def _problem(row: Setting, value: Any) -> str:
+    """Say what is wrong with a value; empty if nothing is."""
+    kind = type(row.default)
+    fits = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else type(value) is kind
+    if not fits:
+        return f"{row.name} must be {_KIND_NAMES[kind]}, not {value!r}"
+    if row.choices and value not in row.choices:
+        return f"{row.name} must be one of {', '.join(row.choices)}, not {value!r}"
+    if row.minimum is not None and value < row.minimum:
+        return f"{row.name} must be at least {row.minimum:g}, not {value!r}"
+    if row.maximum is not None and value > row.maximum:
+        return f"{row.name} must be at most {row.maximum:g}, not {value!r}"
+    return ""
+
+
+_KIND_NAMES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

@@ -1,0 +1,357 @@
+"""The book: what the scheduler knows, as a projection of the log.
+
+`State.apply` is the only way to change it. It is deterministic: no I/O, no clock, no configuration; everything it needs is in
+the event. It accepts an event, or refuses it with a named rule and changes nothing. The live scheduler and `kvledger replay`
+run this same code, so a file and the engine that wrote it can be compared by a digest.
+
+Two sorts of events pass through here. *Decisions* are the connector's own (a job is registered, blocks are freed): the rules
+of the book hold for them, and what breaks a rule is refused. *Observations* are what vLLM did (a request was scheduled,
+preempted, finished): they are facts, so they are taken as they come.
+
+This file knows events and block lists. P/D transfers have their rules in `ledger.transfers`.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from ledger import events as ev
+from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, to_ranges
+from ledger.errors import Refused
+
+RequestState: TypeAlias = Literal["queued", "loading", "running", "preempted"]
+"""Where a request is, as far as the connector was told. `loading` is vLLM's WAITING_FOR_REMOTE_KVS."""
+
+
+class RequestRecord(msgspec.Struct):
+    """A request that vLLM has not ended yet."""
+
+    generation: int
+    state: RequestState = "queued"
+    since_seq: int = 0
+    looked_up: tuple[int, int] | None = None
+    """The last answer of the store: hit tokens and local tokens."""
+
+
+class Job(msgspec.Struct):
+    """A store job from its registration until its blocks are freed."""
+
+    request: str
+    generation: int
+    since_seq: int
+    since_mono_ns: int
+    ranks: tuple[int, ...]
+    waiting: tuple[int, ...]
+    """Ranks that have not reported, lowest first."""
+    outcomes: dict[int, str] = {}
+    blocks: Blocks = ()
+    tokens: int = 0
+    settled: bool = False
+    quarantined: bool = False
+    """A report contradicted the book: the blocks stay pinned for good."""
+    suspected: bool = False
+
+
+class Load(msgspec.Struct):
+    """A load from its plan until it settles."""
+
+    request: str
+    generation: int
+    since_seq: int
+    since_mono_ns: int
+    blocks: Blocks
+    tokens: int = 0
+    ranks: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+    outcomes: dict[int, str] = {}
+    failed: bool = False
+    suspected: bool = False
+
+
+class Book(msgspec.Struct):
+    """All that is in the projection. Its JSON is what the digest is taken of, so it holds nothing without a fixed order."""
+
+    requests: dict[str, RequestRecord] = {}
+    jobs: dict[int, Job] = {}
+    loads: dict[int, Load] = {}
+    loading: dict[str, int] = {}
+    """The open load of a request."""
+    next_job: int = 0
+    next_load: int = 0
+    violations: int = 0
+
+
+Handler: TypeAlias = Callable[[Any], None]
+
+
+class State:
+    """The projection, its indexes, and `apply`.
+
+    Attributes:
+        book: the projection itself. Read it freely; only `apply` writes it.
+        pins: how many jobs pin each `(group, block)`. An index of `book.jobs`.
+        pending_jobs: how many jobs still wait for a rank and will be settled. An index of `book.jobs`.
+    """
+
+    def __init__(self, book: Book | None = None) -> None:
+        self.book = Book()
+        self.pins: dict[tuple[int, int], int] = {}
+        self.pending_jobs = 0
+        self._handlers: dict[type[ev.Event], Handler] = {
+            ev.RequestQueued: self._request_queued,
+            ev.RequestScheduled: self._request_running,
+            ev.RequestPreempted: self._request_preempted,
+            ev.RequestResumed: self._request_running,
+            ev.RequestFinished: self._request_ended,
+            ev.RequestAborted: self._request_ended,
+            ev.JobRegistered: self._job_registered,
+            ev.PinTouched: self._pin_touched,
+            ev.RankCompleted: self._rank_completed,
+            ev.JobSettled: self._job_settled,
+            ev.BlocksFreed: self._blocks_freed,
+            ev.LookupAnswered: self._lookup_answered,
+            ev.LoadPlanned: self._load_planned,
+            ev.LoadRegistered: self._load_registered,
+            ev.RankLoaded: self._rank_loaded,
+            ev.LoadFailed: self._load_failed,
+            ev.LoadSettled: self._load_settled,
+            ev.InvariantViolated: self._invariant_violated,
+            ev.StallSuspected: self._stall_suspected,
+        }
+        if book is not None:
+            self.restore(book)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def encode(self) -> bytes:
+        """Return the book as JSON, in the order in which its parts came: the same bytes for the same events."""
+        return _ENCODER.encode(self.book)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of `encode()`, in hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def restore(self, book: Book) -> None:
+        """Take over a whole book, as a checkpoint after a gap carries it."""
+        self.book = book
+        self.pins = {}
+        self.pending_jobs = 0
+        for job in book.jobs.values():
+            self._index_pins(job.blocks)
+            if not job.quarantined:
+                self.pending_jobs += 1
+
+    def pinned_blocks(self) -> int:
+        """Return how many different blocks jobs pin."""
+        return len(self.pins)
+
+    def names(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return those of `blocks` that an open job or load names, in order."""
+        loading = {block for load in self.book.loads.values() for block in expand(load.blocks)} if self.book.loads else ()
+        return [block for block in blocks if block in self.pins or block in loading]
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def apply(self, event: ev.Event) -> None:
+        """Change the state as `event` says.
+
+        Raises:
+            Refused: a rule of the book forbids the event. Nothing was changed.
+        """
+        handler = self._handlers.get(event.__class__)
+        if handler is not None:
+            handler(event)
+
+    # --- requests: observations, taken as they come -------------------------------------------------------------------
+
+    def _request_queued(self, event: ev.RequestQueued) -> None:
+        self.book.requests[event.request] = RequestRecord(event.generation, since_seq=event.seq)
+
+    def _request_running(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
+        self._enter(event.request, event.generation, "running", event.seq)
+
+    def _request_preempted(self, event: ev.RequestPreempted) -> None:
+        self._enter(event.request, event.generation + 1, "preempted", event.seq)
+
+    def _enter(self, request: str, generation: int, state: RequestState, seq: int) -> None:
+        record = self.book.requests.get(request)
+        if record is None or record.generation != generation:
+            self.book.requests[request] = RequestRecord(generation, state, seq)
+        else:
+            record.state = state
+            record.since_seq = seq
+
+    def _request_ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
+        self.book.requests.pop(event.request, None)
+
+    # --- store jobs ---------------------------------------------------------------------------------------------------
+
+    def _job_registered(self, event: ev.JobRegistered) -> None:
+        book = self.book
+        if event.job < book.next_job:
+            raise Refused("job_id_reused", f"job {event.job} was registered before; the next id is {book.next_job}")
+        ranks = tuple(from_ranges(event.ranks))
+        if not ranks:
+            raise Refused("job_without_ranks", f"job {event.job} names no rank that could ever report")
+        book.jobs[event.job] = Job(
+            event.request, event.generation, event.seq, event.mono_ns, ranks, ranks, tokens=event.tokens
+        )
+        book.next_job = event.job + 1
+        self.pending_jobs += 1
+
+    def _pin_touched(self, event: ev.PinTouched) -> None:
+        job = self._job(event.job)
+        if job.blocks:
+            raise Refused("pinned_twice", f"job {event.job} has pinned its blocks already")
+        if job.settled or job.outcomes:
+            raise Refused("pinned_late", f"job {event.job} pins blocks after a rank has reported")
+        blocks = list(expand(event.blocks))
+        if any(block == NULL_BLOCK for _, block in blocks):
+            raise Refused("null_block_pinned", f"job {event.job} pins the null block, which backs no KV")
+        job.blocks = event.blocks
+        pins = self.pins
+        for block in blocks:
+            pins[block] = pins.get(block, 0) + 1
+
+    def _rank_completed(self, event: ev.RankCompleted) -> None:
+        job = self._job(event.job)
+        rank = event.rank
+        if rank not in job.waiting:
+            if rank in job.outcomes:
+                raise Refused("rank_reported_twice", f"rank {rank} had reported job {event.job} before")
+            raise Refused("unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(job.ranks)} of job {event.job}")
+        job.waiting = tuple([other for other in job.waiting if other != rank])
+        job.outcomes[rank] = event.outcome
+
+    def _job_settled(self, event: ev.JobSettled) -> None:
+        job = self._job(event.job)
+        if job.waiting:
+            missing = to_ranges(job.waiting)
+            raise Refused("settled_early", f"job {event.job} cannot settle while ranks {missing} have not reported")
+        if job.settled:
+            raise Refused("settled_twice", f"job {event.job} had settled before")
+        if job.quarantined:
+            raise Refused("job_quarantined", f"job {event.job} is quarantined: its blocks stay pinned")
+        job.settled = True
+        if not job.blocks:
+            self._forget_job(event.job)
+
+    def _blocks_freed(self, event: ev.BlocksFreed) -> None:
+        job = self._job(event.job)
+        if not job.settled:
+            missing = to_ranges(job.waiting)
+            raise Refused("freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them")
+        if event.blocks != job.blocks:
+            raise Refused("freed_other_blocks", f"job {event.job} frees blocks that are not the ones it pinned")
+        pins = self.pins
+        for block in expand(job.blocks):
+            left = pins[block] - 1
+            if left:
+                pins[block] = left
+            else:
+                del pins[block]
+        self._forget_job(event.job)
+
+    def _job(self, number: int) -> Job:
+        job = self.book.jobs.get(number)
+        if job is None:
+            if number < self.book.next_job:
+                raise Refused("job_already_settled", f"job {number} has settled, and its blocks were freed")
+            raise Refused("unknown_job", f"job {number} was never registered")
+        return job
+
+    def _forget_job(self, number: int) -> None:
+        del self.book.jobs[number]
+        self.pending_jobs -= 1
+
+    def _index_pins(self, blocks: Blocks) -> None:
+        for block in expand(blocks):
+            self.pins[block] = self.pins.get(block, 0) + 1
+
+    # --- loads --------------------------------------------------------------------------------------------------------
+
+    def _lookup_answered(self, event: ev.LookupAnswered) -> None:
+        record = self.book.requests.get(event.request)
+        if record is not None:
+            record.looked_up = (event.hit_tokens, event.local_tokens)
+
+    def _load_planned(self, event: ev.LoadPlanned) -> None:
+        book = self.book
+        if event.load < book.next_load:
+            raise Refused("load_id_reused", f"load {event.load} was planned before; the next id is {book.next_load}")
+        if event.request in book.loading:
+            other = book.loading[event.request]
+            raise Refused("load_still_open", f"request {event.request} plans load {event.load} while load {other} is open")
+        if any(block == NULL_BLOCK for _, block in expand(event.blocks)):
+            raise Refused("null_block_loaded", f"load {event.load} writes into the null block, which backs no KV")
+        book.loads[event.load] = Load(
+            event.request, event.generation, event.seq, event.mono_ns, event.blocks, event.tokens
+        )
+        book.loading[event.request] = event.load
+        book.next_load = event.load + 1
+        self._enter(event.request, event.generation, "loading", event.seq)
+
+    def _load_registered(self, event: ev.LoadRegistered) -> None:
+        load = self._load(event.load)
+        if load.ranks:
+            raise Refused("load_registered_twice", f"load {event.load} was given to the workers before")
+        load.ranks = tuple(from_ranges(event.ranks))
+        load.waiting = load.ranks
+
+    def _rank_loaded(self, event: ev.RankLoaded) -> None:
+        load = self._load(event.load)
+        rank = event.rank
+        if rank not in load.waiting:
+            if rank in load.outcomes:
+                raise Refused("rank_loaded_twice", f"rank {rank} had answered load {event.load} before")
+            raise Refused("unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(load.ranks)} of load {event.load}")
+        load.waiting = tuple([other for other in load.waiting if other != rank])
+        load.outcomes[rank] = event.outcome
+
+    def _load_failed(self, event: ev.LoadFailed) -> None:
+        load = self._load(event.load)
+        if load.failed:
+            raise Refused("load_failed_twice", f"load {event.load} had failed before; a load fails once")
+        load.failed = True
+
+    def _load_settled(self, event: ev.LoadSettled) -> None:
+        load = self._load(event.load)
+        if load.waiting and tuple(from_ranges(event.missing)) != load.waiting:
+            missing = to_ranges(load.waiting)
+            raise Refused("load_settled_early", f"load {event.load} cannot settle while ranks {missing} may still write")
+        if load.failed and event.outcome == "loaded":
+            raise Refused("failure_is_sticky", f"load {event.load} failed on a rank and cannot settle as loaded")
+        del self.book.loads[event.load]
+        del self.book.loading[load.request]
+        record = self.book.requests.get(load.request)
+        if record is not None and record.state == "loading" and record.generation == load.generation:
+            record.state = "queued"
+            record.since_seq = event.seq
+            record.looked_up = None
+
+    def _load(self, number: int) -> Load:
+        load = self.book.loads.get(number)
+        if load is None:
+            if number < self.book.next_load:
+                raise Refused("load_already_settled", f"load {number} has settled")
+            raise Refused("unknown_load", f"load {number} was never planned")
+        return load
+
+    # --- the log itself -----------------------------------------------------------------------------------------------
+
+    def _invariant_violated(self, event: ev.InvariantViolated) -> None:
+        self.book.violations += 1
+        job = self.book.jobs.get(event.job)
+        if job is not None and not job.quarantined:
+            job.quarantined = True
+            self.pending_jobs -= 1
+
+    def _stall_suspected(self, event: ev.StallSuspected) -> None:
+        opened = self.book.jobs.get(event.job) or self.book.loads.get(event.load)
+        if opened is not None:
+            opened.suspected = True
+
+
+_ENCODER = msgspec.json.Encoder()
