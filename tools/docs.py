@@ -1,0 +1,173 @@
+"""Writes the pages of docs/ that have their source in the code; with --check, fails when a page and the code disagree.
+
+One function for each page, from text and tables to Markdown. Events are read from their source, because their
+docstrings are their documentation and the order and headings of the file are the order and headings of the page.
+"""
+
+import argparse
+import ast
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the checkout this file stands in, whatever is installed
+
+import ledger.settings
+
+HEADING = re.compile(r"^# --- (?P<title>.+?) -+$")
+ATTRIBUTE = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*)$")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def generated(title: str, source: str, *parts: str) -> str:
+    """A page with its title and the line that says where to edit it."""
+    note = f"<!-- Generated from {source} by `make docs`. Edit that, not this. -->"
+    return "\n\n".join([f"# {title}", note, *(part.strip("\n") for part in parts if part.strip())]) + "\n"
+
+
+def split_attributes(docstring: str) -> tuple[str, dict[str, str]]:
+    """A docstring's prose, and the meaning of each field that its `Attributes:` section names."""
+    prose, _, section = docstring.partition("\nAttributes:\n")
+    meanings: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        text = line.strip()
+        match = ATTRIBUTE.match(text) if line.startswith("    ") and not line.startswith("     ") else None
+        if match:
+            names = match["names"].split(", ")
+            text = match["text"]
+        for name in names:
+            meanings[name] = f"{meanings.get(name, '')} {text}".strip()
+    return prose.strip(), meanings
+
+
+class StructSource:
+    """What the source of one msgspec struct says: kind, prose and fields."""
+
+    def __init__(self, node: ast.ClassDef) -> None:
+        docstring = ast.get_docstring(node)
+        if docstring is None:
+            raise SystemExit(f"docs: {node.name} has no docstring, and its docstring is its documentation")
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        tag = keywords.get("tag")
+        self.name = str(ast.literal_eval(tag)) if tag is not None else node.name
+        self.is_kind = tag is not None
+        self.line = node.lineno
+        self.is_evidence = False
+        self.prose, self.meanings = split_attributes(docstring)
+        self.fields: list[tuple[str, str, str]] = []
+        for item in node.body:
+            if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                continue
+            if "ClassVar" in ast.unparse(item.annotation):
+                self.is_evidence |= item.target.id == "evidence" and ast.unparse(item.value or item.target) == "True"
+                continue
+            default = ast.unparse(item.value) if item.value is not None else ""
+            self.fields.append((item.target.id, ast.unparse(item.annotation), default))
+        unknown = set(self.meanings) - {name for name, _, _ in self.fields}
+        if unknown:
+            raise SystemExit(f"docs: {node.name} describes fields it does not have: {', '.join(sorted(unknown))}")
+
+    def markdown(self, level: int) -> str:
+        """The section of a page that describes this struct."""
+        parts = [f"{'#' * level} `{self.name}`" if self.is_kind else f"{'#' * level} {self.name}"]
+        if self.is_evidence:
+            parts.append("*Evidence of a worker; it never changes the scheduler's state.*")
+        parts.append(self.prose)
+        if self.fields:
+            rows = [
+                (f"`{name}`", f"`{kind}`", f"`{default}`" if default else "", self.meanings.get(name, ""))
+                for name, kind, default in self.fields
+            ]
+            parts.append(table(["field", "type", "default", "meaning"], rows))
+        return "\n\n".join(parts)
+
+
+def events_page() -> str:
+    """docs/events.md: every kind of event, in the order and under the headings of ledger/events.py."""
+    text = (ROOT / "ledger/events.py").read_text()
+    module = ast.parse(text)
+    structs = [StructSource(node) for node in module.body if isinstance(node, ast.ClassDef)]
+    headings = [
+        (number, match["title"])
+        for number, line in enumerate(text.splitlines(), start=1)
+        if (match := HEADING.match(line))
+    ]
+    envelope, *kinds = structs
+    parts = [ast.get_docstring(module) or "", envelope.markdown(2).replace(f"## {envelope.name}", "## The envelope", 1)]
+    for struct in kinds:
+        while headings and headings[0][0] < struct.line:
+            title = headings.pop(0)[1]
+            parts.append(f"## {title[0].upper()}{title[1:]}")
+        parts.append(struct.markdown(3))
+    return generated("Events", "ledger/events.py", *parts)
+
+
+def settings_page() -> str:
+    """docs/settings.md: every key of kv_connector_extra_config that is ours, and the upstream keys that pass."""
+    rows: list[tuple[str, str, str, str]] = []
+    for row in ledger.settings.SETTINGS:
+        default = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
+        limits = " or ".join(f"`{choice}`" for choice in row.choices)
+        if row.minimum is not None and row.maximum is not None:
+            limits = f"{row.minimum:g} to {row.maximum:g}"
+        elif row.minimum is not None:
+            limits = f"at least {row.minimum:g}"
+        unit = f" {row.unit}" if row.unit else ""
+        rows.append((f"`{row.name}`", f"`{default}`{unit}" if default else "empty", limits, row.help))
+    upstream = ", ".join(f"`{key}`" for key in sorted(ledger.settings.UPSTREAM_KEYS))
+    return generated(
+        "Settings",
+        "ledger/settings.py",
+        "These stand in `kv_connector_extra_config` of vLLM's `--kv-transfer-config`. An unknown key or a value that "
+        "cannot be ends the start, with one line that lists every problem.",
+        table(["setting", "default", "allowed", "meaning"], rows),
+        "## Keys of vLLM's own connectors",
+        f"These are read by vLLM's Mooncake connectors and keep their meaning: {upstream}.",
+        f"`{ledger.settings.PASSTHROUGH}` lists further keys that another component reads; they are not checked.",
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/events.md": events_page,
+    "docs/settings.md": settings_page,
+}
+
+
+def main() -> int:
+    """Exit status: 0 the pages are right, 1 --check found one that is not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page and the code disagree")
+    check = parser.parse_args().check
+    stale = 0
+    for name, page in PAGES.items():
+        path = ROOT / name
+        old = path.read_text() if path.exists() else ""
+        new = page()
+        if old == new:
+            continue
+        stale += 1
+        if check:
+            sys.stdout.writelines(
+                difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "from the code")
+            )
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(new)
+            print(f"wrote {name}")
+    if check and stale:
+        print(f"docs: {stale} generated page(s) and the code disagree. Run `make docs` and commit.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
