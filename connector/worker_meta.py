@@ -1,0 +1,81 @@
+"""What a worker tells the scheduler, through vLLM's own worker metadata: which rank finished which job or load, and how.
+
+vLLM adds such metadata up over the ranks of a step. Upstream's counts lose who answered; here every report keeps its rank. This
+file knows vLLM's metadata class and nothing of how either side uses it.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata
+
+from ledger.blocks import Blocks
+
+
+class JobReport(NamedTuple):
+    """A rank reads a job's blocks no more. The fields are those of the `rank_completed` event."""
+
+    job: int
+    rank: int
+    outcome: str
+    code: str = ""
+    raw: str = ""
+    exception: str = ""
+
+
+class LoadReport(NamedTuple):
+    """A rank writes into a load's blocks no more. The fields are those of the `rank_loaded` event."""
+
+    load: int
+    rank: int
+    outcome: str
+    code: str = ""
+    raw: str = ""
+    stage: str = ""
+    exception: str = ""
+    blocks: Blocks = ()
+    failed_keys: int = 0
+
+
+@dataclass
+class LedgerWorkerMetadata(MooncakeStoreWorkerMetadata):
+    """The reports of one or more ranks for one step, in the order in which they were made."""
+
+    jobs: list[JobReport] = field(default_factory=list[JobReport])
+    loads: list[LoadReport] = field(default_factory=list[LoadReport])
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LedgerWorkerMetadata":
+        """Add the reports of another rank to these, and return these.
+
+        Raises:
+            TypeError: `other` is not of this class, so a rank does not run the same plugin.
+        """
+        if not isinstance(other, LedgerWorkerMetadata):
+            raise TypeError(f"a rank reports {type(other).__name__}; do all ranks run the same kvledger?")
+        self.jobs.extend(other.jobs)
+        self.loads.extend(other.loads)
+        return self
+
+
+@dataclass(frozen=True)
+class StepBook:
+    """What the scheduler's books tell the workers in a step, carried by upstream's connector metadata.
+
+    Attributes:
+        step: the engine step.
+        loads: the load's id by request id, for the loads that this step gives to the workers.
+    """
+
+    step: int
+    loads: dict[str, int]
+
+
+def attach(metadata: object, book: StepBook) -> None:
+    """Let upstream's connector metadata carry `book` to the workers. It is pickled with its attributes."""
+    metadata.kvledger = book  # type: ignore[attr-defined]
+
+
+def attached(metadata: object) -> StepBook | None:
+    """Return the book that `metadata` carries, if it does."""
+    return getattr(metadata, "kvledger", None)
