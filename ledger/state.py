@@ -11,6 +11,7 @@ preempted, finished): they are facts, so they are taken as they come.
 This file knows events and block lists. P/D transfers have their rules in `ledger.transfers`.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
@@ -18,8 +19,10 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from ledger import events as ev
+from ledger import transfers
 from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, to_ranges
 from ledger.errors import Refused
+from ledger.transfers import Recv, Send
 
 RequestState: TypeAlias = Literal["queued", "loading", "running", "preempted"]
 """Where a request is, as far as the connector was told. `loading` is vLLM's WAITING_FOR_REMOTE_KVS."""
@@ -83,9 +86,18 @@ class Book(msgspec.Struct):
     next_job: int = 0
     next_load: int = 0
     violations: int = 0
+    sends: dict[str, Send] = {}
+    """The open send of a request: its blocks go to a decode engine."""
+    recvs: dict[str, Recv] = {}
+    """The open recv of a request: its blocks come from a prefill engine."""
+    prefills: dict[str, dict[int, tuple[str, ...]]] = {}
+    """The workers of a prefill engine that wrote to each rank at last, for the engines used last."""
 
 
 Handler: TypeAlias = Callable[[Any], None]
+
+BlockCounts: TypeAlias = dict[int, dict[int, int]]
+"""A count by block, by KV-cache group."""
 
 
 class State:
@@ -93,13 +105,15 @@ class State:
 
     Attributes:
         book: the projection itself. Read it freely; only `apply` writes it.
-        pins: how many jobs pin each `(group, block)`. An index of `book.jobs`.
+        pins: how many jobs pin each block, by group. An index of `book.jobs`.
+        targets: how many loads write each block, by group. An index of `book.loads`.
         pending_jobs: how many jobs still wait for a rank and will be settled. An index of `book.jobs`.
     """
 
     def __init__(self, book: Book | None = None) -> None:
         self.book = Book()
-        self.pins: dict[tuple[int, int], int] = {}
+        self.pins: BlockCounts = {}
+        self.targets: BlockCounts = {}
         self.pending_jobs = 0
         self._handlers: dict[type[ev.Event], Handler] = {
             ev.RequestQueued: self._request_queued,
@@ -122,6 +136,7 @@ class State:
             ev.LoadSettled: self._load_settled,
             ev.InvariantViolated: self._invariant_violated,
             ev.StallSuspected: self._stall_suspected,
+            **{kind: functools.partial(rule, self) for kind, rule in transfers.RULES.items()},
         }
         if book is not None:
             self.restore(book)
@@ -140,20 +155,27 @@ class State:
         """Take over a whole book, as a checkpoint after a gap carries it."""
         self.book = book
         self.pins = {}
+        self.targets = {}
         self.pending_jobs = 0
         for job in book.jobs.values():
-            self._index_pins(job.blocks)
+            _count_up(self.pins, job.blocks)
             if not job.quarantined:
                 self.pending_jobs += 1
+        for load in book.loads.values():
+            _count_up(self.targets, load.blocks)
 
     def pinned_blocks(self) -> int:
         """Return how many different blocks jobs pin."""
-        return len(self.pins)
+        return sum(map(len, self.pins.values()))
 
-    def names(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return those of `blocks` that an open job or load names, in order."""
-        loading = {block for load in self.book.loads.values() for block in expand(load.blocks)} if self.book.loads else ()
-        return [block for block in blocks if block in self.pins or block in loading]
+    def unpinned(self, blocks: Blocks) -> int:
+        """Return how many of `blocks` no job pins yet."""
+        return sum(block not in self.pins.get(group, ()) for group, block in expand(blocks))
+
+    def named(self, group: int, ids: Iterable[int]) -> list[int]:
+        """Return those blocks of `ids` in `group` that an open job or load names, in order."""
+        pins, targets = self.pins.get(group, _NOTHING), self.targets.get(group, _NOTHING)
+        return [block for block in ids if block in pins or block in targets]
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -218,13 +240,10 @@ class State:
             raise Refused("pinned_twice", f"job {event.job} has pinned its blocks already")
         if job.settled or job.outcomes:
             raise Refused("pinned_late", f"job {event.job} pins blocks after a rank has reported")
-        blocks = list(expand(event.blocks))
-        if any(block == NULL_BLOCK for _, block in blocks):
+        if _names_null_block(event.blocks):
             raise Refused("null_block_pinned", f"job {event.job} pins the null block, which backs no KV")
         job.blocks = event.blocks
-        pins = self.pins
-        for block in blocks:
-            pins[block] = pins.get(block, 0) + 1
+        _count_up(self.pins, event.blocks)
 
     def _rank_completed(self, event: ev.RankCompleted) -> None:
         job = self._job(event.job)
@@ -256,13 +275,7 @@ class State:
             raise Refused("freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them")
         if event.blocks != job.blocks:
             raise Refused("freed_other_blocks", f"job {event.job} frees blocks that are not the ones it pinned")
-        pins = self.pins
-        for block in expand(job.blocks):
-            left = pins[block] - 1
-            if left:
-                pins[block] = left
-            else:
-                del pins[block]
+        _count_down(self.pins, job.blocks)
         self._forget_job(event.job)
 
     def _job(self, number: int) -> Job:
@@ -276,10 +289,6 @@ class State:
     def _forget_job(self, number: int) -> None:
         del self.book.jobs[number]
         self.pending_jobs -= 1
-
-    def _index_pins(self, blocks: Blocks) -> None:
-        for block in expand(blocks):
-            self.pins[block] = self.pins.get(block, 0) + 1
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
@@ -295,12 +304,13 @@ class State:
         if event.request in book.loading:
             other = book.loading[event.request]
             raise Refused("load_still_open", f"request {event.request} plans load {event.load} while load {other} is open")
-        if any(block == NULL_BLOCK for _, block in expand(event.blocks)):
+        if _names_null_block(event.blocks):
             raise Refused("null_block_loaded", f"load {event.load} writes into the null block, which backs no KV")
         book.loads[event.load] = Load(
             event.request, event.generation, event.seq, event.mono_ns, event.blocks, event.tokens
         )
         book.loading[event.request] = event.load
+        _count_up(self.targets, event.blocks)
         book.next_load = event.load + 1
         self._enter(event.request, event.generation, "loading", event.seq)
 
@@ -336,6 +346,7 @@ class State:
             raise Refused("failure_is_sticky", f"load {event.load} failed on a rank and cannot settle as loaded")
         del self.book.loads[event.load]
         del self.book.loading[load.request]
+        _count_down(self.targets, load.blocks)
         record = self.book.requests.get(load.request)
         if record is not None and record.state == "loading" and record.generation == load.generation:
             record.state = "queued"
@@ -358,11 +369,45 @@ class State:
         if job is not None and not job.quarantined:
             job.quarantined = True
             self.pending_jobs -= 1
+        for opened in (self.book.sends.get(event.request), self.book.recvs.get(event.request)):
+            if opened is not None and opened.transfer == event.transfer:
+                opened.quarantined = True
 
     def _stall_suspected(self, event: ev.StallSuspected) -> None:
-        opened = self.book.jobs.get(event.job) or self.book.loads.get(event.load)
+        book = self.book
+        opened = book.jobs.get(event.job) or book.loads.get(event.load)
         if opened is not None:
             opened.suspected = True
+        for transfer in (book.sends.get(event.request), book.recvs.get(event.request)):
+            if transfer is not None and transfer.transfer == event.transfer:
+                transfer.suspected = True
 
 
+def _names_null_block(blocks: Blocks) -> bool:
+    return any(min(run) <= NULL_BLOCK for _, ranges in blocks for run in ranges)
+
+
+def _count_up(counts: BlockCounts, blocks: Blocks) -> None:
+    for group, ranges in blocks:
+        ids = from_ranges(ranges)
+        counted = counts.setdefault(group, {})
+        if counted.keys().isdisjoint(ids):
+            counted.update(dict.fromkeys(ids, 1))
+        else:
+            for block in ids:
+                counted[block] = counted.get(block, 0) + 1
+
+
+def _count_down(counts: BlockCounts, blocks: Blocks) -> None:
+    for group, ranges in blocks:
+        counted = counts[group]
+        for block in from_ranges(ranges):
+            left = counted[block] - 1
+            if left:
+                counted[block] = left
+            else:
+                del counted[block]
+
+
+_NOTHING: dict[int, int] = {}
 _ENCODER = msgspec.json.Encoder()
