@@ -63,6 +63,7 @@ class Books:
     Attributes:
         state: the projection; read it freely.
         log: the log; use `record` to append.
+        next_watch_step: the step from which on `watch` should be called.
         policy: vLLM's `kv_load_failure_policy`.
         name: gives what stands in the log for a request id.
     """
@@ -74,7 +75,7 @@ class Books:
         self._parts = tuple(parts)
         self._closed = False
         self._told: set[str] = set()
-        self._next_watch_step = WATCH_INTERVAL_STEPS
+        self.next_watch_step = WATCH_INTERVAL_STEPS
         self._stall_suspect_ns = int(settings.stall_suspect_s * 1e9)
         self.policy: str = str(opened.get("policy", ""))
         self.name: Callable[[str], str] = hashed if settings.hash_request_ids else _unchanged
@@ -112,15 +113,10 @@ class Books:
             self._told.add(refused.rule)
             logger.critical("%s Serving goes on (on_invariant_violation=quarantine).", message)
 
-    def begin_step(self) -> None:
-        """Count an engine step; now and then, look whether the oldest open work is overdue."""
-        log = self.log
-        log.step += 1
-        if log.step >= self._next_watch_step:
-            self._next_watch_step = log.step + WATCH_INTERVAL_STEPS
-            self._watch(time.monotonic_ns())
-
-    def _watch(self, now_mono_ns: int) -> None:
+    def watch(self) -> None:
+        """Record the open work that is overdue, once for each. Called when the log's step reaches `next_watch_step`."""
+        self.next_watch_step = self.log.step + WATCH_INTERVAL_STEPS
+        now_mono_ns = time.monotonic_ns()
         overdue_ns = now_mono_ns - self._stall_suspect_ns
         for number, job in self.state.book.jobs.items():
             if job.since_mono_ns > overdue_ns:

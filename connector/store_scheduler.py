@@ -39,12 +39,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from connector.books import Books
-from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, StepBook, attach
+from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attach
 from ledger import events as ev
-from ledger.blocks import NULL_BLOCK, Blocks, by_group, numbers, to_ranges
+from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, expand, from_ranges, numbers, to_ranges
 
 GroupIds = tuple[int, list[int]]
 """A KV-cache group and block numbers in it."""
+
+_NO_LOADS: dict[str, int] = {}
 
 
 class _PlanningPool:
@@ -76,6 +78,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         """Begin to keep `books`, for a pool of `num_blocks` blocks."""
         self.books = books
         self._log = books.log
+        self._name = books.name
         self._book = books.state.book
         self._pool: BlockPool | None = None
         self._ranks = to_ranges(range(self._num_workers))
@@ -111,14 +114,14 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         """Record that a request waits."""
         self.books.record(
             ev.RequestQueued,
-            request=self.books.name(request.request_id),
+            request=self._name(request.request_id),
             generation=request.num_preemptions + 1,
             prompt_tokens=request.num_prompt_tokens,
         )
 
     def request_ended(self, request: Request, block_ids: Sequence[list[int]]) -> None:
         """Record that a request ended. Its jobs hold their own references, so nothing is delayed or freed here."""
-        name = self.books.name(request.request_id)
+        name = self._name(request.request_id)
         record = self._book.requests.get(name)
         generation = request.num_preemptions + 1
         if self._book.jobs:
@@ -137,38 +140,40 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             self._preempted(name, generation - 1)
 
     def _preempted(self, name: str, generation: int) -> None:
-        released = {
-            block: None
-            for job in self._book.jobs.values()
-            if job.request == name and job.generation == generation
-            for block in _pairs(job.blocks)
-        }
+        held: dict[int, dict[int, None]] = {}
+        for job in self._book.jobs.values():
+            if job.request == name and job.generation == generation:
+                for group, ranges in job.blocks:
+                    held.setdefault(group, {}).update(dict.fromkeys(from_ranges(ranges)))
         self.books.record(ev.RequestPreempted, request=name, generation=generation)
-        if released:
-            self.books.record(ev.BlocksReleased, request=name, generation=generation, blocks=_grouped(released))
+        self._note(ev.BlocksReleased, name, generation, [(group, list(ids)) for group, ids in held.items()])
 
     # --- lookups and loads ------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look the request up in the store; see vLLM's base class for what is returned."""
-        hit_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if hit_tokens is not None and self.enable_lookup:
-            name = self.books.name(request.request_id)
-            record = self._book.requests.get(name)
-            if record is not None and record.looked_up != (hit_tokens, num_computed_tokens):
-                self.books.record(
-                    ev.LookupAnswered,
-                    request=name,
-                    generation=request.num_preemptions + 1,
-                    hit_tokens=hit_tokens,
-                    local_tokens=num_computed_tokens,
-                )
-        return hit_tokens, is_async
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        hit_tokens = answer[0]
+        record = self._book.requests.get(self._name(request.request_id))
+        if (
+            record is not None
+            and hit_tokens is not None
+            and record.looked_up != (hit_tokens, num_computed_tokens)
+            and self.enable_lookup
+        ):
+            self.books.record(
+                ev.LookupAnswered,
+                request=self._name(request.request_id),
+                generation=request.num_preemptions + 1,
+                hit_tokens=hit_tokens,
+                local_tokens=num_computed_tokens,
+            )
+        return answer
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Record the blocks that a load will write, if one is planned."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        name = self.books.name(request.request_id)
+        name = self._name(request.request_id)
         generation = request.num_preemptions + 1
         self._observe_generation(name, generation)
         spec = self.load_specs.get(request.request_id)
@@ -196,15 +201,26 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what the workers shall do after this step, with every job and load in it booked."""
-        self.books.begin_step()
-        self._note_requests(scheduler_output)
-        metadata = super().build_connector_meta(scheduler_output)
-        self._register_loads(metadata)  # type: ignore[arg-type]
+        book = self._book
+        log = self._log
+        log.step += 1
+        if log.step >= self.books.next_watch_step:
+            self.books.watch()
+        if (
+            scheduler_output.scheduled_new_reqs
+            or scheduler_output.preempted_req_ids
+            or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+            or book.jobs
+            or book.loads
+        ):
+            self._note_requests(scheduler_output)
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        attach(metadata, log.step, self._register_loads(metadata) if book.loads else _NO_LOADS)
         return metadata
 
     def _note_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Record what vLLM did to requests in this step, and who got blocks that open work names."""
-        name_of = self.books.name
+        name_of = self._name
         requests = self._book.requests
         for request_id in sorted(scheduler_output.preempted_req_ids or ()):
             record = requests.get(name_of(request_id))
@@ -248,31 +264,37 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         )
 
     def _note_allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
-        named = self.books.state.names(
-            (group, block) for group, ids in groups for block in ids if block != NULL_BLOCK
-        )
-        loading = self._book.loads.get(self._book.loading.get(name, -1))
-        if loading is not None:
-            own = set(_pairs(loading.blocks))
-            named = [block for block in named if block not in own]
-        if named:
-            self.books.record(ev.BlocksAllocated, request=name, generation=generation, blocks=_grouped(named))
+        """Record those blocks of a new allocation that open work names, but for the request's own load."""
+        named = self._named(groups)
+        load = self._book.loads.get(self._book.loading.get(name, -1))
+        if load is not None and named:
+            own = set(expand(load.blocks))
+            named = [(group, [block for block in ids if (group, block) not in own]) for group, ids in named]
+        self._note(ev.BlocksAllocated, name, generation, named)
 
     def _note_released(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
-        named = self.books.state.names((group, block) for group, ids in groups for block in ids)
-        if named:
-            self.books.record(ev.BlocksReleased, request=name, generation=generation, blocks=_grouped(named))
+        """Record those blocks that a request gave up and open work names."""
+        self._note(ev.BlocksReleased, name, generation, self._named(groups))
 
-    def _register_loads(self, metadata: MooncakeStoreConnectorMetadata) -> None:
-        """Record the loads that this step gives to the workers, and tell the workers their ids."""
+    def _named(self, groups: Iterable[GroupIds]) -> list[GroupIds]:
+        named = self.books.state.named
+        return [(group, found) for group, ids in groups if (found := named(group, ids))]
+
+    def _note(self, kind: type[ev.BlocksAllocated | ev.BlocksReleased], name: str, generation: int, groups: list[GroupIds]) -> None:
+        blocks = by_group(groups)
+        if blocks:
+            self.books.record(kind, request=name, generation=generation, blocks=blocks)
+
+    def _register_loads(self, metadata: MooncakeStoreConnectorMetadata) -> dict[str, int]:
+        """Record the loads that this step gives to the workers, and return their ids by request id."""
         loads: dict[str, int] = {}
         for req_meta in metadata.requests:
             if req_meta.load_spec is None or not req_meta.load_spec.can_load:
                 continue
-            load = self._book.loading.get(self.books.name(req_meta.req_id))
+            load = self._book.loading.get(self._name(req_meta.req_id))
             if load is not None and self.books.record(ev.LoadRegistered, load=load, ranks=self._ranks):
                 loads[req_meta.req_id] = load
-        attach(metadata, StepBook(self._log.step, loads))
+        return loads
 
     # --- store jobs -------------------------------------------------------------------------------------------------
 
@@ -314,7 +336,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         Returns:
             False if a bound on store jobs forbids it; the skip is recorded.
         """
-        name = self.books.name(req_meta.req_id)
+        name = self._name(req_meta.req_id)
         record = self._book.requests.get(name)
         generation = record.generation if record is not None else 1
         blocks = _once(groups)
@@ -351,13 +373,11 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         """Return the bound that a job over `blocks` would exceed, with its limit and the job's size; None if none."""
         state = self.books.state
         if state.pending_jobs >= self._max_jobs:
-            return "max_inflight_store_jobs", self._max_jobs, len(numbers(blocks))
-        pinned = len(state.pins)
-        wanted = sum(abs(last - first) + 1 for _, ranges in blocks for first, last in ranges)
-        if pinned + wanted > self._max_pinned_blocks:
-            added = sum(1 for block in _pairs(blocks) if block not in state.pins)
-            if pinned + added > self._max_pinned_blocks:
-                return "max_pinned_fraction", self._max_pinned_blocks, wanted
+            return "max_inflight_store_jobs", self._max_jobs, count(blocks)
+        wanted = count(blocks)
+        free = self._max_pinned_blocks - state.pinned_blocks()
+        if wanted > free and state.unpinned(blocks) > free:
+            return "max_pinned_fraction", self._max_pinned_blocks, wanted
         return None
 
     def _skip_save(self, req_meta: ReqMeta) -> None:
@@ -391,8 +411,9 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 self._rank_completed(report)
             for report in metadata.loads:
                 self._rank_loaded(report)
-        for request_id in sorted(connector_output.finished_recving or ()):
-            self._finished_recving(self.books.name(request_id))
+        if connector_output.finished_recving and self._book.loads:
+            for request_id in sorted(connector_output.finished_recving):
+                self._finished_recving(self._name(request_id))
 
     def _rank_completed(self, report: JobReport) -> None:
         if self.books.record(ev.RankCompleted, **report._asdict()) is None:
@@ -495,15 +516,3 @@ def _once(groups: list[GroupIds]) -> Blocks:
         else:
             unique.append((group, fresh))
     return by_group(unique)
-
-
-def _pairs(blocks: Blocks) -> list[tuple[int, int]]:
-    return [(group, block) for group, ranges in blocks for block in numbers(((group, ranges),))]
-
-
-def _grouped(blocks: Iterable[tuple[int, int]]) -> Blocks:
-    """Return single blocks as `Blocks`, grouped by KV-cache group."""
-    groups: dict[int, list[int]] = {}
-    for group, block in blocks:
-        groups.setdefault(group, []).append(block)
-    return by_group(groups.items())

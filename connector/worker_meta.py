@@ -5,7 +5,7 @@ file knows vLLM's metadata class and nothing of how either side uses it.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata
@@ -58,9 +58,8 @@ class LedgerWorkerMetadata(MooncakeStoreWorkerMetadata):
         return self
 
 
-@dataclass(frozen=True)
-class StepBook:
-    """What the scheduler's books tell the workers in a step, carried by upstream's connector metadata.
+class StepBook(NamedTuple):
+    """What the scheduler's books tell the workers in a step.
 
     Attributes:
         step: the engine step.
@@ -71,11 +70,12 @@ class StepBook:
     loads: dict[str, int]
 
 
-def attach(metadata: object, book: StepBook) -> None:
-    """Let upstream's connector metadata carry `book` to the workers. It is pickled with its attributes."""
-    metadata.kvledger = book  # type: ignore[attr-defined]
+def attach(metadata: Any, step: int, loads: dict[str, int]) -> None:
+    """Let upstream's connector metadata carry a `StepBook` to the workers. It is pickled with its attributes."""
+    metadata.kvledger = (step, loads)
 
 
-def attached(metadata: object) -> StepBook | None:
-    """Return the book that `metadata` carries, if it does."""
-    return getattr(metadata, "kvledger", None)
+def attached(metadata: Any) -> StepBook | None:
+    """Return the book that `metadata` carries, None if it carries none."""
+    book = getattr(metadata, "kvledger", None)
+    return None if book is None else StepBook(*book)

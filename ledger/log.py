@@ -83,9 +83,13 @@ class Log:
         with self._lock:
             if self._losses:
                 self._report_losses()
-            event = self._make(kind, **fields)
+            event = kind(self._next_seq, self._wall_ns(), self._mono_ns(), ev.SCHEDULER, self.step, **fields)
             self._apply(event)
-            self._enqueue(event)
+            if len(self._queue) < self._queue_limit_events and not self._losses:
+                self._queue.append(event)
+                self._next_seq += 1
+            else:
+                self._drop(event)
             self._since_checkpoint += 1
             if self._since_checkpoint == self._interval_events:
                 self._checkpoint()
@@ -121,7 +125,10 @@ class Log:
         if len(self._queue) < self._queue_limit_events and not self._losses:
             self._queue.append(event)
             self._next_seq += 1
-            return
+        else:
+            self._drop(event)
+
+    def _drop(self, event: ev.Event) -> None:
         self._count_loss(event.source, "the writer could not keep up and the queue was full", 1, event.ts_ns, event.ts_ns)
         if event.source == ev.SCHEDULER:
             self._must_snapshot = True
