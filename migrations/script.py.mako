@@ -1,0 +1,21 @@
+"""${message}.
+
+Stored rows of events are never rewritten by a revision.
+"""
+
+from alembic import op
+import sqlalchemy as sa
+${imports if imports else ""}
+
+revision = ${repr(up_revision)}
+down_revision = ${repr(down_revision)}
+branch_labels = ${repr(branch_labels)}
+depends_on = ${repr(depends_on)}
+
+
+def upgrade() -> None:
+    ${upgrades if upgrades else "pass"}
+
+
+def downgrade() -> None:
+    raise NotImplementedError("A log is evidence: nothing is removed from it. Read it with the kvledger that wrote it.")
