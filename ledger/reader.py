@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 
@@ -41,6 +41,13 @@ def open_log(path: Path | str, *, tolerate: bool = False) -> "LogFile":
         FileMissing, NotALedger, FileCorrupt, FileNewer: the file cannot be read; one line that says what to do.
     """
     return LogFile(Path(path), tolerate=tolerate)
+
+
+class Page(NamedTuple):
+    """Some events in a row: the place and the line of each as they are stored, and the events."""
+
+    rows: list[tuple[int, bytes]]
+    events: list[ev.AnyEvent]
 
 
 class LogFile:
@@ -127,25 +134,55 @@ class LogFile:
             FileCorrupt: an event is missing or cannot be read, and damage is not tolerated.
             FileNewer: an event is of a kind or version that this kvledger does not know.
         """
+        for page in self.pages(after_seq, until_seq, tolerate=tolerate):
+            yield from page.events
+
+    def pages(
+        self, after_seq: int = 0, until_seq: int | None = None, *, tolerate: bool | None = None
+    ) -> Iterator["Page"]:
+        """Yield the same events as `events`, a page at a time, each with its line as it is stored."""
         tolerate = self._tolerate if tolerate is None else tolerate
-        expected = after_seq + 1
-        last = until_seq if until_seq is not None else 2**63 - 1
-        while expected <= last:
+        after, last = after_seq, until_seq if until_seq is not None else 2**63 - 1
+        while after < last:
             try:
-                page = self._rows_of_page(expected - 1, last)
+                rows = self._rows_of_page(after, last)
             except sqlite3.Error as error:
-                problem = self._unreadable(error, expected)
+                problem = self._unreadable(error, after + 1)
                 if not tolerate:
                     raise problem from error
                 self.damage.append(str(problem))
                 return
-            if not page:
+            if not rows:
                 return
-            for (seq, _), event in zip(page, self._decode(page), strict=True):
-                if seq != expected or event.seq != seq:
-                    self._missing(expected, seq, event.seq, tolerate=tolerate)
-                expected = seq + 1
-                yield event
+            page = Page(rows, self._decode(rows))
+            self._check_order(after, page, tolerate=tolerate)
+            after = rows[-1][0]
+            yield page
+
+    def query(self, sql: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query. Text comes as bytes.
+
+        Raises:
+            FileCorrupt: the file is damaged where the query looks.
+        """
+        try:
+            yield from self._connection.execute(sql)
+        except sqlite3.Error as error:
+            raise self._unreadable(error, 1) from error
+
+    def copy(self, target: Path) -> None:
+        """Copy the log as it is now into a new file, without a write-ahead log. A live one goes on meanwhile.
+
+        Raises:
+            sqlite3.Error: the target cannot be written, or the log cannot be read.
+        """
+        copy = sqlite3.connect(target, isolation_level=None)
+        try:
+            # All pages in one step: a backup in several starts anew whenever the log grows.
+            self._connection.backup(copy, pages=-1)
+            copy.execute("PRAGMA journal_mode = DELETE").fetchall()
+        finally:
+            copy.close()
 
     def _rows_of_page(self, after_seq: int, last: int) -> list[tuple[int, bytes]]:
         self._follow()
@@ -179,17 +216,15 @@ class LogFile:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise FileCorrupt(f"{self.path}: event {seq} cannot be read ({error}). {_COPY_AGAIN}") from error
 
-    def _missing(self, expected: int, seq: int, event_seq: int, *, tolerate: bool) -> None:
-        if event_seq != seq:
-            problem = f"event {seq} says that it is event {event_seq}"
-        elif seq - expected == 1:
-            problem = f"event {expected} is missing"
-        else:
-            problem = f"events {expected} to {seq - 1} are missing"
-        problem = f"{self.path}: {problem}. {_COPY_AGAIN}"
-        if not tolerate:
-            raise FileCorrupt(problem)
-        self.damage.append(problem)
+    def _check_order(self, after: int, page: "Page", *, tolerate: bool) -> None:
+        expected = after + 1
+        for (seq, _), event in zip(page.rows, page.events, strict=True):
+            if seq != expected or event.seq != seq:
+                problem = f"{self.path}: {_out_of_order(expected, seq, event.seq)}. {_COPY_AGAIN}"
+                if not tolerate:
+                    raise FileCorrupt(problem)
+                self.damage.append(problem)
+            expected = seq + 1
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
@@ -267,6 +302,14 @@ class LogFile:
     def _seq(self, query: str) -> int:
         self._follow()
         return self._rows(query)[0][0] or 0
+
+
+def _out_of_order(expected: int, seq: int, event_seq: int) -> str:
+    if event_seq != seq:
+        return f"event {seq} says that it is event {event_seq}"
+    if seq - expected == 1:
+        return f"event {expected} is missing"
+    return f"events {expected} to {seq - 1} are missing"
 
 
 _COPY_AGAIN = "Copy it again from the host that wrote it, with the -wal file beside it."

@@ -107,17 +107,16 @@ chain = Table(
 requests = Table(
     "requests",
     sealed,
-    Column("request", Text, primary_key=True, doc="The request's id."),
-    Column("generation", Integer, primary_key=True, doc="Which life of the request."),
-    _integer("first_seq", "The first event that names this generation.", null=False),
-    _integer("queued_ts_ns", "When the scheduler took it into its queue, wall clock."),
+    Column("first_seq", Integer, primary_key=True, autoincrement=False, doc="The first event that names this life of it."),
+    _text("request", "The request's id. It comes back after preemption, and when a client uses it again.", null=False),
+    _integer("generation", "Which life of the request.", null=False),
+    _integer("queued_ts_ns", "When the scheduler took it into its queue, wall clock; empty: it resumed."),
     _integer("started_ts_ns", "When it ran for the first time in this generation, wall clock."),
     _integer("ended_ts_ns", "When this generation ended, wall clock; empty: not in this log."),
     _text("end", "`finished`, `aborted` or `preempted`; empty: open."),
     _text("reason", "vLLM's reason for finishing."),
     _integer("prompt_tokens", "Length of the prompt in tokens, if recorded."),
     sqlite_strict=True,
-    sqlite_with_rowid=False,
 )
 """One row for each life of a request."""
 
@@ -201,6 +200,7 @@ INDEXES: tuple[Index, ...] = (
     Index("events_by_load", events.c.load, events.c.seq, sqlite_where=events.c.load.is_not(None)),
     Index("events_by_transfer", events.c.transfer, events.c.seq, sqlite_where=events.c.transfer.is_not(None)),
     Index("events_by_code", events.c.code, events.c.seq, sqlite_where=events.c.code.is_not(None)),
+    Index("requests_by_request", requests.c.request, requests.c.generation),
     Index("jobs_by_request", jobs.c.request, jobs.c.generation),
     Index("loads_by_request", loads.c.request, loads.c.generation),
     Index("transfers_by_job", transfers.c.job),

@@ -58,9 +58,9 @@ def upgrade() -> None:
     )
     op.create_table(
         "requests",
-        sa.Column("request", sa.Text(), primary_key=True),
-        sa.Column("generation", sa.Integer(), primary_key=True),
-        sa.Column("first_seq", sa.Integer(), nullable=False),
+        sa.Column("first_seq", sa.Integer(), primary_key=True),
+        sa.Column("request", sa.Text(), nullable=False),
+        sa.Column("generation", sa.Integer(), nullable=False),
         sa.Column("queued_ts_ns", sa.Integer()),
         sa.Column("started_ts_ns", sa.Integer()),
         sa.Column("ended_ts_ns", sa.Integer()),
@@ -68,7 +68,6 @@ def upgrade() -> None:
         sa.Column("reason", sa.Text()),
         sa.Column("prompt_tokens", sa.Integer()),
         sqlite_strict=True,
-        sqlite_with_rowid=False,
     )
     op.create_table(
         "seal",
@@ -102,13 +101,12 @@ def upgrade() -> None:
         sqlite_with_rowid=False,
     )
     op.create_index("events_by_kind", "events", ["kind", "seq"])
-    op.create_index(
-        "events_by_request", "events", ["request", "generation", "seq"], sqlite_where=sa.text("request IS NOT NULL")
-    )
+    op.create_index("events_by_request", "events", ["request", "generation", "seq"], sqlite_where=sa.text("request IS NOT NULL"))
     op.create_index("events_by_job", "events", ["job", "seq"], sqlite_where=sa.text("job IS NOT NULL"))
     op.create_index("events_by_load", "events", ["load", "seq"], sqlite_where=sa.text("load IS NOT NULL"))
     op.create_index("events_by_transfer", "events", ["transfer", "seq"], sqlite_where=sa.text("transfer IS NOT NULL"))
     op.create_index("events_by_code", "events", ["code", "seq"], sqlite_where=sa.text("code IS NOT NULL"))
+    op.create_index("requests_by_request", "requests", ["request", "generation"])
     op.create_index("jobs_by_request", "jobs", ["request", "generation"])
     op.create_index("loads_by_request", "loads", ["request", "generation"])
     op.create_index("transfers_by_job", "transfers", ["job"])

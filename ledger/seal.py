@@ -1,0 +1,322 @@
+"""Makes an incident file out of a log, and checks one.
+
+A sealed file is a consistent copy of a log - live, closed or torn - with the indexes and summary tables that readers need, and
+with a hash chain over its events, so that a change made later shows:
+
+    h(0) = SHA-256 of the table `meta` as a JSON object with sorted keys and no blanks
+    h(n) = SHA-256 of h(n-1) followed by the bytes of `data` of event n
+
+The digest of the file is the last of them, in hex. Whoever can change the file can make a new chain as well: a digest that
+was written down elsewhere is what proves that a file is the one that was sealed. The chain covers events and `meta`; the
+summary tables are taken from the events and can be made again.
+
+This file knows files, SQL and the reader. Alembic is imported when a file is sealed, because it takes 0.4 s.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+import ledger
+from ledger import sqlite
+from ledger.errors import LedgerFileError, LedgerNotWritable
+from ledger.reader import End, LogFile, open_log
+from ledger.summary import TABLES, Row, Summary
+
+KEPT_PROBLEMS = 100
+"""Problems that are listed one by one. A file with more is not the one that was sealed; the rest is counted."""
+
+
+class SealReport(msgspec.Struct, frozen=True):
+    """What was sealed.
+
+    Attributes:
+        end: how the log ended: `closed`, `torn`, or `live`.
+        chain_head: the digest of the file, SHA-256 in hex.
+        size_bytes: of the sealed file.
+    """
+
+    source: Path
+    target: Path
+    events: int
+    end: End
+    chain_head: str
+    size_bytes: int
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Something in a file is not as it was sealed.
+
+    Attributes:
+        seq: the event, 0 when it is not about one event.
+        what: `changed`, `removed`, `added`, `column` (a column says something else than the event), `meta`, `seal`,
+            `guard` (a trigger is gone), or `damaged`.
+        detail: one line in an operator's words.
+    """
+
+    seq: int
+    what: str
+    detail: str
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """What a check of a file found.
+
+    Attributes:
+        sealed: whether the file is sealed. In a file that is not, only holes and columns can be checked.
+        chain_head: the digest of the events that the file holds now, SHA-256 in hex.
+        problems: the first of the problems, by place in the log.
+        problem_count: how many there are.
+    """
+
+    path: Path
+    sealed: bool
+    events: int
+    chain_head: str
+    problems: tuple[Problem, ...]
+    problem_count: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return self.problem_count == 0
+
+
+def chain_start(meta: Mapping[str, str]) -> bytes:
+    """Return the hash that the chain starts from."""
+    return hashlib.sha256(json.dumps(dict(meta), sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+def chain_next(before: bytes, data: bytes) -> bytes:
+    """Return the hash of an event whose line is `data`, after the hash `before`."""
+    return hashlib.sha256(before + data).digest()
+
+
+# --- sealing --------------------------------------------------------------------------------------------------------------
+
+
+def seal(source: Path | str, target: Path | str, progress: Callable[[int], None] | None = None) -> SealReport:
+    """Make the incident file `target` from the log `source`. The log is not changed; a live one goes on.
+
+    Args:
+        progress: called now and then with the number of events done.
+
+    Raises:
+        LedgerFileError: the source cannot be read, or is sealed already.
+        LedgerNotWritable: the target exists, or cannot be written.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists():
+        raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    with open_log(source) as log:
+        if log.sealed:
+            raise LedgerFileError(f"{source}: is sealed already. Copy it as it is.")
+        try:
+            report = _seal(log, unfinished, target, progress)
+            _publish(unfinished, target)
+        except (OSError, sqlite3.Error) as error:
+            raise LedgerNotWritable(f"{target} cannot be written: {sqlite.explain(error)}.") from error
+        finally:
+            for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
+                leftover.unlink(missing_ok=True)
+    return report
+
+
+def _seal(log: LogFile, unfinished: Path, target: Path, progress: Callable[[int], None] | None) -> SealReport:
+    from ledger import migrate  # noqa: PLC0415 - it takes 0.4 s
+
+    log.copy(unfinished)
+    migrate.upgrade(unfinished, migrate.SEALED)
+    connection = sqlite3.connect(unfinished, isolation_level=None)
+    try:
+        # Nothing needs to survive a crash before the file has its name.
+        connection.execute("PRAGMA journal_mode = MEMORY").fetchall()
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute("BEGIN IMMEDIATE")
+        (last_seq,) = connection.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
+        end: End = log.end if log.last_seq == last_seq else "live"
+        head = chain_start(log.meta)
+        _insert_links(connection, [(0, head)])
+        events = 0
+        summary = Summary()
+        for page in log.pages(until_seq=last_seq):
+            links: list[tuple[int, bytes]] = []
+            for seq, data in page.rows:
+                head = chain_next(head, data)
+                links.append((seq, head))
+            _insert_links(connection, links)
+            summary.add(page.events)
+            _insert_rows(connection, summary)
+            events += len(links)
+            if progress is not None:
+                progress(events)
+        summary.finish()
+        _insert_rows(connection, summary)
+        connection.execute(
+            'INSERT INTO seal (sealed_at, kvledger, events, chain_head, source, "end") VALUES (?, ?, ?, ?, ?, ?)',
+            (datetime.now(UTC).isoformat(timespec="seconds"), ledger.__version__, events, head.hex(), log.path.name, end),
+        )
+        connection.execute("COMMIT")
+    finally:
+        connection.close()
+    return SealReport(log.path, target, events, end, head.hex(), unfinished.stat().st_size)
+
+
+def _insert_links(connection: sqlite3.Connection, links: list[tuple[int, bytes]]) -> None:
+    connection.executemany("INSERT INTO chain (seq, hash) VALUES (?, ?)", links)
+
+
+def _insert_rows(connection: sqlite3.Connection, summary: Summary) -> None:
+    by_kind: dict[type[Row], list[Row]] = {}
+    for row in summary.rows:
+        by_kind.setdefault(type(row), []).append(row)
+    summary.rows.clear()
+    for kind, rows in by_kind.items():
+        connection.executemany(_INSERTS[kind], map(msgspec.structs.astuple, rows))
+
+
+def _insert_into(kind: type[Row]) -> str:
+    columns = kind.__struct_fields__
+    names = ", ".join(f'"{name}"' for name in columns)
+    values = ", ".join("?" * len(columns))
+    # A log whose rules were broken may name a job again after it was freed. The first row stands; the events say the rest.
+    return f"INSERT INTO {TABLES[kind]} ({names}) VALUES ({values}) ON CONFLICT DO NOTHING"  # noqa: S608 - names of ours
+
+
+_INSERTS = {kind: _insert_into(kind) for kind in TABLES}
+
+
+def _publish(unfinished: Path, target: Path) -> None:
+    """Give the finished file its name, at once and only if that is free."""
+    _sync(unfinished)
+    try:
+        os.link(unfinished, target)
+    except FileExistsError:
+        raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.") from None
+    except OSError:
+        # A file system without hard links. Between the question and the answer another program may take the name.
+        if target.exists():
+            raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.") from None
+        unfinished.rename(target)
+    with contextlib.suppress(OSError):  # some file systems do not sync folders
+        _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+# --- checking -------------------------------------------------------------------------------------------------------------
+
+
+def verify(path: Path | str) -> VerifyReport:
+    """Check that a file holds what was sealed, and name each event that was changed, removed or added.
+
+    Raises:
+        LedgerFileError: the file cannot be read at all.
+    """
+    with open_log(path) as log:
+        checker = _Checker(log)
+        return checker.report()
+
+
+class _Checker:
+    def __init__(self, log: LogFile) -> None:
+        self._log = log
+        self._problems: list[Problem] = []
+        self._count = 0
+        self._events = 0
+
+    def report(self) -> VerifyReport:
+        head = self._check_chain() if self._log.sealed else self._check_holes()
+        self._check_columns()
+        self._check_guards()
+        self._check_pages()
+        problems = tuple(sorted(self._problems, key=lambda problem: problem.seq))
+        return VerifyReport(self._log.path, self._log.sealed, self._events, head.hex(), problems, self._count)
+
+    def _found(self, seq: int, what: str, detail: str) -> None:
+        self._count += 1
+        if len(self._problems) < KEPT_PROBLEMS:
+            self._problems.append(Problem(seq, what, detail))
+
+    def _check_chain(self) -> bytes:
+        """Walk events and links side by side; go on after a problem from the link as it was sealed."""
+        links = self._log.query("SELECT seq, hash FROM chain ORDER BY seq")
+        start = chain_start(self._log.meta)
+        seq, link = next(links, (0, b""))
+        if seq != 0 or link != start:
+            self._found(0, "meta", "the table meta is not the one that was sealed")
+        sealed_head, actual = link, start
+        link_seq, link = next(links, (None, b""))
+        for seq, data in self._stored():
+            actual = chain_next(actual, data)
+            while link_seq is not None and link_seq < seq:
+                self._found(link_seq, "removed", f"event {link_seq} was sealed and is not there any more")
+                sealed_head = link
+                link_seq, link = next(links, (None, b""))
+            if link_seq != seq:
+                self._found(seq, "added", f"event {seq} is there and was not sealed")
+                continue
+            if chain_next(sealed_head, data) != link:
+                self._found(seq, "changed", f"event {seq} is not the one that was sealed")
+            sealed_head = link
+            link_seq, link = next(links, (None, b""))
+        while link_seq is not None:
+            self._found(link_seq, "removed", f"event {link_seq} was sealed and is not there any more")
+            sealed_head = link
+            link_seq, link = next(links, (None, b""))
+        self._check_seal(sealed_head)
+        return actual
+
+    def _check_seal(self, sealed_head: bytes) -> None:
+        seals = list(self._log.query("SELECT events, chain_head FROM seal"))
+        if len(seals) != 1:
+            self._found(0, "seal", f"the table seal has {len(seals)} rows and must have one")
+        elif seals[0][1] != sealed_head.hex().encode():
+            self._found(0, "seal", "the chain does not end in the digest that was sealed")
+
+    def _check_holes(self) -> bytes:
+        actual = chain_start(self._log.meta)
+        expected = 1
+        for seq, data in self._stored():
+            actual = chain_next(actual, data)
+            if seq > expected:
+                self._found(expected, "removed", f"events {expected} to {seq - 1} are missing")
+            expected = seq + 1
+        return actual
+
+    def _stored(self) -> Iterator[tuple[int, bytes]]:
+        for seq, data in self._log.query("SELECT seq, data FROM events ORDER BY seq"):
+            self._events += 1
+            yield seq, data
+
+    def _check_columns(self) -> None:
+        from ledger import schema  # noqa: PLC0415 - SQLAlchemy takes 0.3 s
+
+        for (seq,) in self._log.query(schema.DISAGREEING):
+            self._found(seq, "column", f"a column of event {seq} says something else than its data")
+
+    def _check_guards(self) -> None:
+        from ledger import schema  # noqa: PLC0415 - as above
+
+        there = {name.decode() for (name,) in self._log.query("SELECT name FROM sqlite_master WHERE type = 'trigger'")}
+        for name in schema.TRIGGERS.keys() - there:
+            self._found(0, "guard", f"the trigger {name} is gone: somebody made room for changes")
+
+    def _check_pages(self) -> None:
+        for (text,) in self._log.query("PRAGMA integrity_check(10)"):
+            if text != b"ok":
+                self._found(0, "damaged", f"SQLite finds: {text.decode(errors='replace')}")
