@@ -1,4 +1,4 @@
-"""Every raw error gets one stable code or stays UNKNOWN with its raw value; the tables are those of the libraries used."""
+"""Every raw error gets one stable code or stays UNKNOWN with its raw value; the tables fit the libraries in use."""
 
 import ast
 import asyncio.exceptions
