@@ -1,0 +1,231 @@
+"""The fold: the events of a log through the very code that the engine ran, with all verdicts looking on.
+
+`Replay` takes events in the order of the log, from a file or from a list, and answers with a `Result`. An event that the book
+refuses does not stop it: the state stays as it is, and the refusal is evidence. At each checkpoint the digest of the fold is
+compared with the one that the engine recorded; the first difference is kept.
+
+This file knows events, state, trail, story and verdicts. It reads no file and prints nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+
+from ledger import events as ev
+from ledger.errors import Refused
+from ledger.state import Book, State
+from ledger.story import Story, StoryTeller
+from ledger.trail import End, Trail
+from ledger.verdicts import Finding, Verdict, all_verdicts
+
+CHUNK_EVENTS = 2048
+"""Events folded between two looks at progress and at the end: large enough that the looks cost nothing."""
+
+TAIL_EVENTS = 6
+"""Events before the end that a report of a torn log shows."""
+
+KEPT_REFUSALS = 1000
+"""Refused events that are kept in full. A connector that breaks a rule at every step would fill memory with the same news."""
+
+Seen = TypeVar("Seen", bound=ev.Event)
+See = Callable[[Any], None]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An event of the log that the book did not accept."""
+
+    event: ev.AnyEvent
+    rule: str
+    detail: str
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """The first checkpoint at which the fold and the engine's own digest differ.
+
+    Attributes:
+        seq: the checkpoint's place in the log.
+        agreed_until_seq: the last checkpoint at which both agreed, 0 for the start of the log.
+        expected: the digest that the engine recorded.
+        actual: the digest of today's fold.
+    """
+
+    seq: int
+    agreed_until_seq: int
+    expected: str
+    actual: str
+
+
+class Result(msgspec.Struct):
+    """What a log says.
+
+    Attributes:
+        opened: the log's first event, None if it is not there.
+        first, last: the first and the last event that were folded, None for an empty log.
+        end: how and where the log ends; None for an empty log.
+        events: how many events were folded.
+        checkpoints: how many digests were compared.
+        refusals: the first of the events that the book refused.
+        refused: how many it refused.
+        findings: what went wrong, earliest cause first.
+    """
+
+    state: State
+    trail: Trail
+    story: Story
+    opened: ev.LogOpened | None = None
+    first: ev.AnyEvent | None = None
+    last: ev.AnyEvent | None = None
+    end: End | None = None
+    events: int = 0
+    checkpoints: int = 0
+    refusals: list[Refusal] = []
+    refused: int = 0
+    mismatch: Mismatch | None = None
+    findings: list[Finding] = []
+
+
+class Replay:
+    """One fold over one log.
+
+    Args:
+        verdicts: the verdicts to ask; all of the project's if not given.
+        watch: called with each chunk of events after it was folded, for what only wants to look on.
+    """
+
+    def __init__(
+        self,
+        verdicts: Iterable[type[Verdict]] | None = None,
+        watch: Callable[[list[ev.AnyEvent]], None] | None = None,
+    ) -> None:
+        self.state = State()
+        self.trail = Trail(self.state)
+        self.verdicts = [verdict(self.trail) for verdict in (all_verdicts() if verdicts is None else verdicts)]
+        self._teller = StoryTeller(self.trail)
+        self._watch = watch
+        self._result = Result(self.state, self.trail, self._teller.story)
+        self._counts: Counter[type[ev.Event]] = Counter()
+        self._agreed_until_seq = 0
+        self._last_of_scheduler: ev.AnyEvent | None = None
+        self._tail: list[ev.AnyEvent] = []
+        self._table = self._dispatch()
+
+    def feed(self, events: Iterable[ev.AnyEvent]) -> "Replay":
+        """Fold `events`, which follow on those that were fed before, and return this replay."""
+        iterator = iter(events)
+        while chunk := list(islice(iterator, CHUNK_EVENTS)):
+            self._fold(chunk)
+            self._look_at(chunk)
+        return self
+
+    def result(self, ending: str = "torn") -> Result:
+        """Return what the log says.
+
+        Args:
+            ending: how a log without `log_closed` ended: `torn`, `open` or `as_of`; see `End`.
+        """
+        result = self._result
+        result.opened = self.trail.opened
+        self._teller.finish(self._counts)
+        last = result.last
+        if last is None:
+            return result
+        closed = self.trail.closed
+        latest = self._last_of_scheduler or last
+        result.end = End(
+            how="closed" if closed else ending,
+            last=last,
+            now_mono_ns=latest.mono_ns,
+            step=latest.step,
+            closed=closed,
+            tail=tuple(self._tail[-TAIL_EVENTS:]),
+            disagrees_after=result.mismatch.seq if result.mismatch else None,
+        )
+        found = [finding for verdict in self.verdicts for finding in verdict.findings(result.end)]
+        result.findings = sorted(found, key=_earliest_cause_first)
+        return result
+
+    # --- the fold -----------------------------------------------------------------------------------------------------
+
+    def _fold(self, chunk: list[ev.AnyEvent]) -> None:
+        table = self._table
+        for event in chunk:
+            try:
+                for see in table[event.__class__]:
+                    see(event)
+            except Refused as refused:
+                self._refused(event, refused)
+
+    def _look_at(self, chunk: list[ev.AnyEvent]) -> None:
+        result = self._result
+        if result.first is None:
+            result.first = chunk[0]
+        result.last = chunk[-1]
+        self._tail = [*self._tail[-TAIL_EVENTS:], *chunk[-TAIL_EVENTS:]]
+        result.events += len(chunk)
+        self._counts.update(map(type, chunk))
+        for event in reversed(chunk):
+            if event.source == ev.SCHEDULER:
+                self._last_of_scheduler = event
+                break
+        if self._watch is not None:
+            self._watch(chunk)
+
+    def _refused(self, event: ev.AnyEvent, refused: Refused) -> None:
+        result = self._result
+        result.refused += 1
+        if result.refused <= KEPT_REFUSALS:
+            result.refusals.append(Refusal(event, refused.rule, refused.detail))
+        for verdict in self.verdicts:
+            verdict.refused(event, refused)
+
+    def _checkpoint(self, event: ev.Checkpoint) -> None:
+        result = self._result
+        if len(event.book):
+            self.state.restore(msgspec.json.decode(event.book, type=Book))
+            self.trail.follow(event.seq)
+        result.checkpoints += 1
+        if result.mismatch is not None:
+            return
+        digest = self.state.digest()
+        if digest == event.digest:
+            self._agreed_until_seq = event.seq
+        else:
+            result.mismatch = Mismatch(event.seq, self._agreed_until_seq, event.digest, digest)
+
+    def _dispatch(self) -> dict[type[ev.Event], tuple[See, ...]]:
+        """Return who wants to see which kind. The state comes first: what it refuses, nobody else sees as having happened."""
+        table: dict[type[ev.Event], tuple[See, ...]] = {}
+        for name, kind in ev.KINDS.items():
+            method = f"on_{name.partition('@')[0]}"
+            lookers = [*self.verdicts, self._teller, self.trail]
+            table[kind] = (self.state.apply, *(getattr(looker, method) for looker in lookers if hasattr(looker, method)))
+        table[ev.Checkpoint] = (self._checkpoint, *table[ev.Checkpoint])
+        return table
+
+
+def replay(events: Iterable[ev.AnyEvent], ending: str = "torn") -> Result:
+    """Return what `events` say; they are a whole log, in its order."""
+    return Replay().feed(events).result(ending)
+
+
+def until(events: Iterable[ev.AnyEvent], last_seq: int | None = None, last_ts_ns: int | None = None) -> Iterator[ev.AnyEvent]:
+    """Yield the events up to and with a place or a wall-clock time."""
+    for event in events:
+        if last_seq is not None and event.seq > last_seq:
+            return
+        if last_ts_ns is not None and event.ts_ns > last_ts_ns and event.source == ev.SCHEDULER:
+            return
+        yield event
+
+
+SYMPTOMS = ("leak", "stall", "torn_log")
+"""Kinds that are what something else leads to, when both show at the same event. A torn end comes after everything: it says why
+a log stops, and never why something before it went wrong."""
+
+
+def _earliest_cause_first(finding: Finding) -> tuple[bool, int, int, int]:
+    symptom = SYMPTOMS.index(finding.kind) + 1 if finding.kind in SYMPTOMS else 0
+    return finding.kind == "torn_log", finding.lead_seq or finding.since_seq, symptom, finding.since_seq

@@ -1,0 +1,196 @@
+"""The story of a run in numbers: requests, jobs, loads, preemptions, bytes, and the slowest of them.
+
+It counts and never judges. Memory is fixed: durations go into buckets of a twelfth of their size, and only the slowest few are
+kept whole. This file knows events and the trail.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from ledger import events as ev
+from ledger.trail import Trail
+
+SLOWEST = 5
+"""How many of the slowest are kept: what fits a report that someone reads at night."""
+
+
+class Slow(msgspec.Struct, frozen=True, order=True):
+    """One of the slowest. Ordered by its duration."""
+
+    duration_ns: int
+    seq: int
+    what: str
+    request: str = ""
+    job: int = -1
+    load: int = -1
+    rank: int = -1
+    bytes: int = 0
+
+
+class Durations(msgspec.Struct):
+    """Durations in nanoseconds, as a histogram with eight buckets for each power of two."""
+
+    number: int = 0
+    total_ns: int = 0
+    longest_ns: int = 0
+    buckets: dict[int, int] = {}
+
+    def add(self, duration_ns: int) -> None:
+        """Count one duration."""
+        self.number += 1
+        self.total_ns += duration_ns
+        if duration_ns > self.longest_ns:
+            self.longest_ns = duration_ns
+        bits = duration_ns.bit_length()
+        bucket = bits * 8 + (duration_ns >> bits - 4 & 7 if bits > 4 else 0)
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+    def percentile_ns(self, percent: float) -> int:
+        """Return the duration that `percent` of all do not exceed, at most 12.5 % too high, in nanoseconds."""
+        wanted = self.number * percent / 100
+        for bucket in sorted(self.buckets):
+            wanted -= self.buckets[bucket]
+            if wanted <= 0:
+                bits, eighth = divmod(bucket, 8)
+                upper = ((8 + eighth + 1) << bits - 4) - 1 if bits > 4 else (1 << bits) - 1
+                return min(upper, self.longest_ns)
+        return self.longest_ns
+
+
+class Calls(msgspec.Struct):
+    """Calls to the store of one sort, `put` or `get`."""
+
+    calls: int = 0
+    keys: int = 0
+    bytes: int = 0
+    failed_calls: int = 0
+    failed_keys: int = 0
+    durations: Durations = msgspec.field(default_factory=Durations)
+    slowest: list[Slow] = []
+
+
+class Story(msgspec.Struct):
+    """The numbers of one log. Durations are in nanoseconds.
+
+    Attributes:
+        kinds: events by kind.
+        failures: failed keys and failed reports by `(code, rank)`.
+        most_pinned_blocks: the most blocks that jobs held at one time.
+        job_held: time from a job's registration until its blocks were freed.
+        load_waited: time from a load's plan until it settled.
+    """
+
+    kinds: dict[str, int] = {}
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    end_reasons: dict[str, int] = {}
+    preemptions: int = 0
+    jobs: int = 0
+    jobs_settled: int = 0
+    jobs_failed: int = 0
+    jobs_skipped: int = 0
+    most_pinned_blocks: int = 0
+    loads: int = 0
+    loads_settled: int = 0
+    loads_failed: int = 0
+    tokens_loaded: int = 0
+    puts: Calls = msgspec.field(default_factory=Calls)
+    gets: Calls = msgspec.field(default_factory=Calls)
+    job_held: Durations = msgspec.field(default_factory=Durations)
+    load_waited: Durations = msgspec.field(default_factory=Durations)
+    slowest_loads: list[Slow] = []
+    failures: dict[tuple[str, int], int] = {}
+
+
+class StoryTeller:
+    """Fills a `Story` during a fold."""
+
+    def __init__(self, trail: Trail) -> None:
+        self.trail = trail
+        self.story = Story()
+        self._reasons: Counter[str] = Counter()
+
+    def finish(self, kinds: Mapping[type[ev.Event], int]) -> None:
+        """Complete the story with what is simply the number of events of a kind."""
+        story = self.story
+        story.kinds = {name: kinds[kind] for name, kind in ev.KINDS.items() if kinds.get(kind)}
+        story.requests = kinds.get(ev.RequestQueued, 0)
+        story.finished = kinds.get(ev.RequestFinished, 0)
+        story.aborted = kinds.get(ev.RequestAborted, 0)
+        story.preemptions = kinds.get(ev.RequestPreempted, 0)
+        story.jobs = kinds.get(ev.JobRegistered, 0)
+        story.jobs_skipped = kinds.get(ev.JobSkipped, 0)
+        story.loads = kinds.get(ev.LoadPlanned, 0)
+        story.end_reasons = dict(self._reasons.most_common())
+        for slowest in (story.puts.slowest, story.gets.slowest, story.slowest_loads):
+            slowest.sort(reverse=True)
+
+    def on_request_finished(self, event: ev.RequestFinished) -> None:
+        self._reasons[event.reason] += 1
+
+    def on_pin_touched(self, event: ev.PinTouched) -> None:
+        pinned = self.trail.state.pinned_blocks()
+        if pinned > self.story.most_pinned_blocks:
+            self.story.most_pinned_blocks = pinned
+
+    def on_rank_completed(self, event: ev.RankCompleted) -> None:
+        if event.outcome == "failed":
+            self._failed(event.code or event.exception or "no code", event.rank)
+
+    def on_job_settled(self, event: ev.JobSettled) -> None:
+        self.story.jobs_settled += 1
+        if event.failed_ranks:
+            self.story.jobs_failed += 1
+
+    def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
+        chain = self.trail.jobs[event.job]
+        if chain:
+            self.story.job_held.add(max(event.mono_ns - chain[0].mono_ns, 0))
+
+    def on_rank_loaded(self, event: ev.RankLoaded) -> None:
+        if event.outcome == "failed":
+            self._failed(event.code or event.exception or "no code", event.rank)
+
+    def on_load_settled(self, event: ev.LoadSettled) -> None:
+        story = self.story
+        story.loads_settled += 1
+        chain = self.trail.loads[event.load]
+        planned = chain[0] if chain else None
+        if event.outcome == "failed":
+            story.loads_failed += 1
+        if not isinstance(planned, ev.LoadPlanned):
+            return
+        if event.outcome == "loaded":
+            story.tokens_loaded += planned.tokens
+        waited_ns = max(event.mono_ns - planned.mono_ns, 0)
+        story.load_waited.add(waited_ns)
+        slowest = story.slowest_loads
+        if len(slowest) < SLOWEST or waited_ns > slowest[0].duration_ns:
+            slow = Slow(waited_ns, planned.seq, f"load {event.load}", planned.request, load=event.load)
+            heapq.heappush(slowest, slow) if len(slowest) < SLOWEST else heapq.heapreplace(slowest, slow)
+
+    def on_transfer_finished(self, event: ev.TransferFinished) -> None:
+        calls = self.story.puts if event.op == "put" else self.story.gets
+        calls.calls += 1
+        calls.keys += event.keys
+        duration_ns = event.duration_ns
+        calls.durations.add(duration_ns)
+        if event.outcome == "ok":
+            calls.bytes += event.bytes
+        else:
+            calls.failed_calls += 1
+            calls.failed_keys += event.failed_keys
+        slowest = calls.slowest
+        if len(slowest) < SLOWEST or duration_ns > slowest[0].duration_ns:
+            slow = Slow(
+                duration_ns, event.seq, event.transfer, event.request, event.job, event.load, event.rank, event.bytes
+            )
+            heapq.heappush(slowest, slow) if len(slowest) < SLOWEST else heapq.heapreplace(slowest, slow)
+
+    def _failed(self, code: str, rank: int) -> None:
+        failures = self.story.failures
+        failures[code, rank] = failures.get((code, rank), 0) + 1

@@ -1,0 +1,254 @@
+"""What is open, and the events that led there: the memory that verdicts share during a fold.
+
+The book (`ledger.state`) holds what the scheduler needs to go on. A verdict needs more: when a rank's call to the store began,
+what raised, what the request went through. The trail keeps exactly those events, for work that is open and requests that live,
+and drops them when the work ends. So memory grows with what is open and not with the file.
+
+This file knows events and the state. It draws no conclusions.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from ledger import events as ev
+from ledger.state import State
+
+Chain: TypeAlias = list[ev.Event]
+"""The events of one job, load or request, in the order of the log."""
+
+KEPT_EVENTS_PER_REQUEST = 200
+"""A request that is preempted for ever must not fill memory: its first event and its newest ones are kept."""
+
+
+KEPT_ENDED_JOBS = 1024
+"""Jobs whose request is remembered after they ended, for reports that come late."""
+
+
+class Trail:
+    """The events of all open work. Fed after the state has accepted an event, and after the verdicts have seen it.
+
+    So a verdict that sees the event that ends a job still finds the job's events here, and finds it gone in the book.
+
+    Attributes:
+        jobs: by job id, from `job_registered` until the blocks are freed.
+        loads: by load id, from `load_planned` until `load_settled`.
+        sends, recvs: P/D transfers by request id, from their registration until they are over.
+        requests: by request id, from the first event that names it until it ends.
+        answered: by rank, the last event by which that rank answered a job or a load.
+        opened: the log's first event, if the log has it.
+        closed: the event that closed the log, if it was closed.
+        gaps: all gaps of the log.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.jobs: dict[int, Chain] = {}
+        self.loads: dict[int, Chain] = {}
+        self.sends: dict[str, Chain] = {}
+        self.recvs: dict[str, Chain] = {}
+        self.requests: dict[str, Chain] = {}
+        self.answered: dict[int, ev.RankCompleted | ev.RankLoaded] = {}
+        self.opened: ev.LogOpened | None = None
+        self.closed: ev.LogClosed | None = None
+        self.gaps: list[ev.Gap] = []
+        self._restored_seq = 0
+        self._ended_jobs: dict[int, str] = {}
+
+    @property
+    def expected_ranks(self) -> int:
+        """How many ranks the engine has, as far as the log says."""
+        if self.opened is None:
+            return 1
+        return sum(last - first + 1 for first, last in self.opened.ranks)
+
+    def setting(self, name: str, default: float) -> float:
+        """Return a numeric setting of the engine: `log_opened` holds those that differ from their defaults."""
+        if self.opened is None:
+            return default
+        try:
+            return float(self.opened.settings.get(name, default))
+        except ValueError:
+            return default
+
+    def evidence_is_on(self) -> bool:
+        """Return whether the workers' calls to the store are recorded."""
+        return self.opened is None or self.opened.settings.get("evidence", "True") == "True"
+
+    def restored_after(self, seq: int) -> bool:
+        """Return whether the book was replaced as a whole after that place, so that a gap there hides nothing of it."""
+        return self._restored_seq > seq
+
+    def follow(self, seq: int) -> None:
+        """Drop what the book does not hold, after it was replaced as a whole at `seq`, and begin what it holds anew."""
+        self._restored_seq = seq
+        book = self.state.book
+        self.jobs = {number: self.jobs.get(number, []) for number in book.jobs}
+        self.loads = {number: self.loads.get(number, []) for number in book.loads}
+        self.sends = {name: self.sends.get(name, []) for name in book.sends}
+        self.recvs = {name: self.recvs.get(name, []) for name in book.recvs}
+        self.requests = {name: self.requests.get(name, []) for name in book.requests}
+
+    def transfer_chain(self, event: ev.Event) -> Chain | None:
+        """Return the events of the open send or recv that an event of a P/D transfer belongs to."""
+        request = getattr(event, "request", "")
+        if isinstance(event, ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired):
+            return self.sends.get(request)
+        if isinstance(event, ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvSettled):
+            return self.recvs.get(request)
+        return None
+
+    def request_of_ended_job(self, job: int) -> str:
+        """Return the request of a job that ended not long ago; empty if it is not known any more."""
+        return self._ended_jobs.get(job, "")
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def on_request_queued(self, event: ev.RequestQueued) -> None:
+        self.requests[event.request] = [event]
+
+    def _request(
+        self,
+        event: ev.RequestScheduled | ev.RequestPreempted | ev.RequestResumed | ev.LookupAnswered | ev.LookupSuppressed
+        | ev.LoadRecovered,
+    ) -> None:
+        chain = self.requests.get(event.request)
+        if chain is None:
+            self.requests[event.request] = [event]
+            return
+        chain.append(event)
+        if len(chain) > KEPT_EVENTS_PER_REQUEST:
+            del chain[1 : KEPT_EVENTS_PER_REQUEST // 2]
+
+    on_request_scheduled = on_request_preempted = on_request_resumed = _request
+    on_lookup_answered = on_lookup_suppressed = _request
+
+    def on_load_recovered(self, event: ev.LoadRecovered) -> None:
+        if event.request in self.requests:
+            self._request(event)
+
+    def _request_ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
+        self.requests.pop(event.request, None)
+
+    on_request_finished = on_request_aborted = _request_ended
+
+    # --- store jobs -------------------------------------------------------------------------------------------------
+
+    def on_job_registered(self, event: ev.JobRegistered) -> None:
+        self.jobs[event.job] = [event]
+
+    def on_pin_touched(self, event: ev.PinTouched) -> None:
+        self.jobs[event.job].append(event)
+
+    def on_rank_completed(self, event: ev.RankCompleted) -> None:
+        self.jobs[event.job].append(event)
+        self.answered[event.rank] = event
+
+    def on_job_settled(self, event: ev.JobSettled) -> None:
+        if event.job in self.state.book.jobs:
+            self.jobs[event.job].append(event)
+        else:
+            self._job_ended(event.job)
+
+    def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
+        self._job_ended(event.job)
+
+    def _job_ended(self, job: int) -> None:
+        chain = self.jobs.pop(job)
+        if chain:
+            ended = self._ended_jobs
+            ended[job] = chain[0].request  # type: ignore[attr-defined] - a job's chain begins with job_registered
+            if len(ended) > KEPT_ENDED_JOBS:
+                del ended[next(iter(ended))]
+
+    # --- loads ------------------------------------------------------------------------------------------------------
+
+    def on_load_planned(self, event: ev.LoadPlanned) -> None:
+        self.loads[event.load] = [event]
+
+    def _load(self, event: ev.LoadRegistered | ev.LoadFailed) -> None:
+        self.loads[event.load].append(event)
+
+    on_load_registered = on_load_failed = _load
+
+    def on_rank_loaded(self, event: ev.RankLoaded) -> None:
+        self.loads[event.load].append(event)
+        self.answered[event.rank] = event
+
+    def on_load_settled(self, event: ev.LoadSettled) -> None:
+        del self.loads[event.load]
+
+    # --- P/D transfers ----------------------------------------------------------------------------------------------
+
+    def on_send_registered(self, event: ev.SendRegistered) -> None:
+        self.sends[event.request] = [event]
+
+    def _sending(self, event: ev.SendReady | ev.SendStarted | ev.RankSent) -> None:
+        self.sends[event.request].append(event)
+
+    on_send_ready = on_send_started = on_rank_sent = _sending
+
+    def _sent(self, event: ev.SendSettled | ev.SendExpired) -> None:
+        del self.sends[event.request]
+
+    on_send_settled = on_send_expired = _sent
+
+    def on_recv_registered(self, event: ev.RecvRegistered) -> None:
+        self.recvs[event.request] = [event]
+
+    def _receiving(self, event: ev.PeersNamed | ev.PeerSettled | ev.RecvFailed) -> None:
+        self.recvs[event.request].append(event)
+
+    on_peers_named = on_peer_settled = on_recv_failed = _receiving
+
+    def on_recv_settled(self, event: ev.RecvSettled) -> None:
+        del self.recvs[event.request]
+
+    # --- evidence and suspicions, of jobs and loads -----------------------------------------------------------------
+
+    def _work(
+        self, event: ev.TransferStarted | ev.TransferFinished | ev.StallSuspected | ev.InvariantViolated
+    ) -> None:
+        chain = self.jobs.get(event.job) if event.job >= 0 else self.loads.get(event.load)
+        if chain is not None:
+            chain.append(event)
+        elif event.job < 0 and event.load < 0:
+            for chain in (self.sends.get(event.request), self.recvs.get(event.request)):
+                if chain and chain[0].transfer == event.transfer:  # type: ignore[attr-defined] - registrations name it
+                    chain.append(event)
+
+    on_transfer_started = on_transfer_finished = on_stall_suspected = on_invariant_violated = _work
+
+    # --- the log itself ---------------------------------------------------------------------------------------------
+
+    def on_log_opened(self, event: ev.LogOpened) -> None:
+        self.opened = event
+
+    def on_log_closed(self, event: ev.LogClosed) -> None:
+        self.closed = event
+
+    def on_gap(self, event: ev.Gap) -> None:
+        self.gaps.append(event)
+
+
+class End(msgspec.Struct, frozen=True):
+    """How and where a log ends.
+
+    Attributes:
+        how: `closed` (there is a `log_closed`), `torn` (the writer is gone without one), `open` (the writer still writes, or
+            that cannot be told), `as_of` (the log was replayed up to a moment only).
+        last: the last event.
+        now_mono_ns: the scheduler's monotonic clock at its last event, in nanoseconds.
+        step: the scheduler's step at that event.
+        closed: the `log_closed` event.
+        tail: the last few events.
+        disagrees_after: the checkpoint at which the fold and the engine's own digest first differed, if any.
+    """
+
+    how: str
+    last: ev.Event
+    now_mono_ns: int
+    step: int
+    closed: ev.LogClosed | None = None
+    tail: tuple[ev.Event, ...] = ()
+    disagrees_after: int | None = None

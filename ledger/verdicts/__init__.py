@@ -1,0 +1,136 @@
+"""What went wrong, judged from a log: one file in this folder for each kind of finding.
+
+A verdict is a class that extends `Verdict` and stands in a module of this folder whose name does not begin with `_`. Being
+there is all that registers it. It names the events it wants by its methods: `on_rank_completed(event)` is called for each
+`rank_completed` that the book accepted, so an event costs only the verdicts that asked for it. `refused(event, refusal)` is
+called for what the book did not accept. `findings(end)` is called once, at the end of the log.
+
+What every verdict owes its reader:
+
+*   a healthy log has no finding; a false alarm is a fault;
+*   *proven* means that the events exclude any other reading; *suspected*, that they speak for it; *undecidable*, that a gap, a
+    missing file or a torn end hides the answer, and then `doubt` says what would decide;
+*   memory grows with what is open, not with the file.
+
+This file knows events, the state and the trail.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from ledger import events as ev
+from ledger.blocks import Blocks, expand
+from ledger.errors import Refused
+from ledger.trail import End, Trail
+
+Certainty: TypeAlias = Literal["proven", "suspected", "undecidable"]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that went wrong. The fields up to `advice` are the public shape of `kvledger replay --json`.
+
+    Attributes:
+        kind: the stable name of what went wrong; see the verdict's file.
+        certainty: `proven`, `suspected` or `undecidable`.
+        title: one sentence for someone who was just woken up.
+        since_seq: the event at which the work or the state in question began.
+        requests: ids of the requests concerned, those that suffer included.
+        jobs: store jobs concerned.
+        blocks: `(group, block)` of the blocks concerned.
+        ranks: the ranks concerned: for a wait, those that did not answer.
+        code: the stable code of the error behind it, if there is one.
+        evidence: places in the log of the events that show it, in order.
+        culprit: who or what to look at.
+        advice: what to do next.
+        lead_seq: the first event that was not as it should be; the report leads with the earliest.
+        doubt: why it is not proven, and what would decide. Empty when it is.
+        chain: the evidence as lines of text.
+    """
+
+    kind: str
+    certainty: Certainty
+    title: str
+    since_seq: int
+    requests: tuple[str, ...] = ()
+    jobs: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
+    ranks: tuple[int, ...] = ()
+    code: str | None = None
+    evidence: tuple[int, ...] = ()
+    culprit: str = ""
+    advice: str = ""
+    lead_seq: int = 0
+    doubt: str = ""
+    chain: tuple[str, ...] = ()
+
+    def public(self) -> dict[str, Any]:
+        """Return the fields of the public shape. What keeps a finding from being proven is said in its advice."""
+        shape = {name: getattr(self, name) for name in PUBLIC_FIELDS}
+        if self.doubt:
+            shape["advice"] = f"{self.advice} Not proven: {self.doubt}".strip()
+        return shape
+
+
+PUBLIC_FIELDS = (
+    "kind",
+    "certainty",
+    "title",
+    "since_seq",
+    "requests",
+    "jobs",
+    "blocks",
+    "ranks",
+    "code",
+    "evidence",
+    "culprit",
+    "advice",
+)
+
+
+class Verdict:
+    """Looks at one log for one kind of fault, or for a few that only the same look can tell apart.
+
+    Args:
+        trail: what is open, with its events; `trail.state` is the book after the event at hand.
+
+    Attributes:
+        kinds: the kinds of finding it may yield.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, trail: Trail) -> None:
+        self.trail = trail
+        self.state = trail.state
+
+    def refused(self, event: ev.Event, refusal: Refused) -> None:
+        """Take note of an event that the book did not accept."""
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return what was found, once the log has ended."""
+        return ()
+
+
+def listed(blocks: Blocks) -> tuple[tuple[int, int], ...]:
+    """Return blocks as findings hold them: single `(group, block)` pairs, sorted, each once."""
+    return tuple(sorted(set(expand(blocks))))
+
+
+@cache
+def all_verdicts() -> tuple[type[Verdict], ...]:
+    """Return every verdict of this folder, in the order of the names of their files."""
+    found: list[type[Verdict]] = []
+    for module_info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
+        if not module_info.name.startswith("_"):
+            module = importlib.import_module(f"{__name__}.{module_info.name}")
+            found.extend(
+                each
+                for each in vars(module).values()
+                if isinstance(each, type) and issubclass(each, Verdict) and each.__module__ == module.__name__
+            )
+    return tuple(found)

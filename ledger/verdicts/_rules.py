@@ -1,0 +1,161 @@
+"""Which broken rule of the book is which kind of finding, and the look that all of these verdicts share.
+
+A rule is broken in a log in two ways. The engine noticed it and said so: `invariant_violated`. Or the log holds an event that
+the book does not accept: it comes from a connector that does not keep these rules, and the fold refuses it.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+
+from ledger import events as ev
+from ledger import words
+from ledger.errors import Refused
+from ledger.trail import End, Trail
+from ledger.verdicts import Certainty, Finding, Verdict, listed
+
+KEPT = 200
+"""Broken rules of one verdict that are kept whole; a connector that breaks one at every step is told by its first ones."""
+
+EARLY_FREE = frozenset({
+    "freed_early",
+    "settled_early",
+    "load_settled_early",
+    "send_over_early",
+    "withdrawn_late",
+    "recv_settled_early",
+})
+OVER_REPORT = frozenset({
+    "rank_reported_twice",
+    "unexpected_rank",
+    "rank_loaded_twice",
+    "rank_sent_twice",
+    "peer_settled_twice",
+    "unexpected_peer",
+    "load_failed_twice",
+    "recv_failed_twice",
+})
+STALE = frozenset({"unknown_job", "unknown_load"})
+DOUBLE_FREE = frozenset({"settled_twice", "freed_other_blocks"})
+UNREPORTED = frozenset({"failure_is_sticky", "unreported_failure", "send_not_served", "loaded_from_nobody"})
+LATE = frozenset({"load_already_settled", "unknown_send", "unknown_recv"})
+
+
+def kind_of_rule(rule: str, is_report: bool) -> str:
+    """Return the kind of finding that a broken rule is. `is_report`: a rank's report broke it, and no act of the scheduler."""
+    if rule == "job_already_settled":
+        return "over_report" if is_report else "double_free"
+    for kind, rules in (
+        ("early_free", EARLY_FREE),
+        ("over_report", OVER_REPORT),
+        ("stale_completion", STALE),
+        ("double_free", DOUBLE_FREE),
+        ("unreported_failure", UNREPORTED),
+        ("late_event", LATE),
+    ):
+        if rule in rules:
+            return kind
+    return "broken_rule"
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """A rule that an event broke."""
+
+    event: ev.Event
+    rule: str
+    detail: str
+    request: str
+    job: int
+    load: int
+    rank: int
+    transfer: str
+    blocks: tuple[tuple[int, int], ...]
+    began: int
+    """Where the job, load or transfer began, or the event's own place."""
+    blind: str
+    """Why the log cannot show that the rule was broken; empty if it can."""
+    before: tuple[ev.Event, ...]
+    """The last events of that job or load before."""
+
+
+class RuleVerdict(Verdict):
+    """A verdict that finds broken rules of its kind. Subclasses say what that means and what to do."""
+
+    advice: ClassVar[str] = ""
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self.broken: list[Broken] = []
+        self.count = 0
+
+    def refused(self, event: ev.Event, refusal: Refused) -> None:
+        """Take an event that the book refused, if its rule is of this kind."""
+        is_report = isinstance(event, ev.RankCompleted | ev.RankLoaded | ev.RankSent | ev.PeerSettled)
+        if kind_of_rule(refusal.rule, is_report) in self.kinds:
+            self.take(event, refusal.rule, refusal.detail)
+
+    def on_invariant_violated(self, event: ev.InvariantViolated) -> None:
+        """Take a broken rule that the engine noticed itself."""
+        if kind_of_rule(event.rule, event.rank >= 0) in self.kinds:
+            self.take(event, event.rule, event.detail)
+
+    def take(self, event: ev.Event, rule: str, detail: str) -> None:
+        """Keep a broken rule with what the trail knows of its job or load at this moment."""
+        self.count += 1
+        if len(self.broken) >= KEPT:
+            return
+        job, load = getattr(event, "job", -1), getattr(event, "load", -1)
+        trail = self.trail
+        chain = trail.jobs.get(job) or trail.loads.get(load) or trail.transfer_chain(event) or []
+        opened = self.state.book.jobs.get(job) or self.state.book.loads.get(load)
+        blocks = opened.blocks if opened is not None else getattr(event, "blocks", ())
+        gap = next((gap for gap in trail.gaps if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)), None)
+        self.broken.append(
+            Broken(
+                event=event,
+                rule=rule,
+                detail=detail,
+                request=getattr(event, "request", "") or (opened.request if opened is not None else ""),
+                job=job,
+                load=load,
+                rank=getattr(event, "rank", -1),
+                transfer=getattr(event, "transfer", ""),
+                blocks=listed(blocks),
+                began=chain[0].seq if chain else event.seq,
+                blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here" if gap else "",
+                before=tuple(chain[-5:]),
+            )
+        )
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return one finding for each rule that was broken, led by the first time."""
+        alike: dict[str, list[Broken]] = {}
+        for broken in self.broken:
+            alike.setdefault(broken.rule, []).append(broken)
+        for group in alike.values():
+            yield self.finding(group)
+
+    def finding(self, group: list[Broken]) -> Finding:
+        """Return the finding for one rule, broken once or more."""
+        first = group[0]
+        certain: Certainty = "undecidable" if first.blind else "proven"
+        shown = [*first.before, *(broken.event for broken in group[:6])]
+        times = f" ({len(group)} times in all)" if len(group) > 1 else ""
+        return Finding(
+            kind=self.kinds[0],
+            certainty=certain,
+            title=f"{first.detail}{times}",
+            since_seq=first.event.seq,
+            requests=tuple(dict.fromkeys(broken.request for broken in group if broken.request)),
+            jobs=tuple(dict.fromkeys(broken.job for broken in group if broken.job >= 0)),
+            blocks=tuple(sorted({block for broken in group for block in broken.blocks})),
+            ranks=tuple(sorted({broken.rank for broken in group if broken.rank >= 0})),
+            code=None,
+            evidence=tuple(dict.fromkeys(event.seq for event in shown)),
+            culprit=f"rule {first.rule}, broken at event {first.event.seq}",
+            advice=self.advice,
+            lead_seq=first.event.seq,
+            doubt=first.blind,
+            chain=tuple(dict.fromkeys(words.line(event) for event in shown)),
+        )

@@ -1,0 +1,246 @@
+"""What is open at the end of a log: who has not answered, what each of them was last seen doing, and whether it waited too long.
+
+Stall, leak and missing ranks are three readings of the same facts, so the facts are gathered here once. Words:
+
+    in_call     the rank called the store, and the call has not returned
+    ended       the rank's last call returned or raised, and the rank's report did not come
+    silent      nothing was seen of the rank for this job or load
+    unknown     what the rank did is not recorded (evidence is off, or a gap hides it)
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from ledger import events as ev
+from ledger import words
+from ledger.blocks import Blocks
+from ledger.state import Job, Load
+from ledger.trail import Chain, End, Trail
+from ledger.verdicts import Certainty
+
+STALL_SUSPECT_S = 60.0
+"""The engine's own default of `stall_suspect_s`: what is open for longer is no longer in flight."""
+
+REPORT_STEPS = 16
+"""Steps within which a rank's report must have come once its call has ended. Reports travel with the next step; pipelines and
+asynchronous scheduling add a few."""
+
+REPORT_NS = 1_000_000_000
+"""And time, in nanoseconds: steps of an idle engine take microseconds."""
+
+Doing: TypeAlias = Literal["in_call", "ended", "silent", "unknown"]
+
+
+class RankView(msgspec.Struct, frozen=True):
+    """What a rank that has not answered was last seen doing for a job or load.
+
+    Attributes:
+        last: the event that says so, if there is one.
+    """
+
+    rank: int
+    doing: Doing
+    last: ev.TransferStarted | ev.TransferFinished | None = None
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A job or a load that is open at the end of the log.
+
+    Attributes:
+        what: `job` or `load`.
+        open_ns: for how long, in nanoseconds.
+        missing: what is known of each rank that has not answered.
+        answered: ranks that have.
+        overdue: whether it waited for longer than work in flight does.
+        blind: why the log cannot show what happened here; empty if it can.
+    """
+
+    what: Literal["job", "load"]
+    number: int
+    request: str
+    generation: int
+    since_seq: int
+    open_ns: int
+    blocks: Blocks
+    missing: tuple[RankView, ...]
+    answered: tuple[int, ...]
+    registered: bool
+    quarantined: bool
+    overdue: bool
+    blind: str
+    chain: Chain
+
+    @property
+    def name(self) -> str:
+        """`store job 17` or `load 3`."""
+        return f"store job {self.number}" if self.what == "job" else f"load {self.number}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have not answered."""
+        return tuple(view.rank for view in self.missing)
+
+    def doing(self, *states: Doing) -> list[RankView]:
+        """Return the missing ranks that were last seen in one of `states`."""
+        return [view for view in self.missing if view.doing in states]
+
+
+def waits(trail: Trail, end: End) -> list[Wait]:
+    """Return all that is open at the end, oldest first."""
+    book = trail.state.book
+    suspect_ns = int(trail.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
+    found = [_of_job(trail, end, number, job, suspect_ns) for number, job in book.jobs.items()]
+    found += [_of_load(trail, end, number, load, suspect_ns) for number, load in book.loads.items()]
+    return sorted(found, key=lambda wait: wait.since_seq)
+
+
+def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
+    """Return how certain it is that this work never ends, and if it is not proven, why not."""
+    blind = next((wait.blind for wait in waits if wait.blind), "")
+    if blind:
+        return "undecidable", blind
+    if end.disagrees_after is not None:
+        return "undecidable", (
+            f"this file and today's code disagree at event {end.disagrees_after}; `kvledger replay --check` shows where"
+        )
+    if end.how == "closed":
+        return "proven", ""
+    return "suspected", {
+        "torn": "the log ends torn, and what the engine did next is lost; only the logs of the workers would tell",
+        "open": "the log is still being written; replay it again later",
+        "as_of": "the log goes on after this moment; replay it without --until",
+    }.get(end.how, "")
+
+
+def describe(view: RankView, waited: str) -> str:
+    """Return what a missing rank was last seen doing, as a sentence. `waited` is what it owes: `job 3`."""
+    last = view.last
+    if isinstance(last, ev.TransferStarted):
+        return f"rank {view.rank} called {last.op} {last.transfer} at event {last.seq}, and the call has not returned"
+    if isinstance(last, ev.TransferFinished):
+        how = f"raised {last.exception}" if last.exception else f"ended {last.outcome}"
+        return f"rank {view.rank}'s {last.op} {last.transfer} {how} at event {last.seq}, and no report of {waited} followed"
+    if view.doing == "unknown":
+        return f"what rank {view.rank} did is not recorded"
+    return f"nothing was seen of rank {view.rank} for {waited}"
+
+
+def evidence(wait: Wait) -> list[ev.Event]:
+    """Return the events that show the wait: its beginning, the missing ranks' last calls, answers, suspicions."""
+    last = {view.last.seq for view in wait.missing if view.last is not None}
+    shown = [
+        event
+        for event in wait.chain
+        if event.seq in last or not isinstance(event, ev.TransferStarted | ev.TransferFinished)
+    ]
+    return shown if len(shown) <= 12 else [*shown[:6], *shown[-6:]]
+
+
+def blocked_requests(trail: Trail) -> list[str]:
+    """Return the requests that wait and hold nothing: what is stuck behind work that holds the blocks."""
+    return [name for name, record in trail.state.book.requests.items() if record.state in ("queued", "preempted")]
+
+
+def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
+    chain = trail.jobs.get(number, [])
+    open_ns = max(end.now_mono_ns - job.since_mono_ns, 0)
+    missing = tuple(_view(trail, chain, rank, job.since_seq) for rank in job.waiting)
+    return Wait(
+        what="job",
+        number=number,
+        request=job.request,
+        generation=job.generation,
+        since_seq=job.since_seq,
+        open_ns=open_ns,
+        blocks=job.blocks,
+        missing=missing,
+        answered=tuple(sorted(job.outcomes)),
+        registered=True,
+        quarantined=job.quarantined,
+        overdue=job.suspected or open_ns >= suspect_ns or any(_report_is_lost(view, end) for view in missing),
+        blind=_blind(trail, job.since_seq, job.waiting),
+        chain=chain,
+    )
+
+
+def _of_load(trail: Trail, end: End, number: int, load: Load, suspect_ns: int) -> Wait:
+    chain = trail.loads.get(number, [])
+    open_ns = max(end.now_mono_ns - load.since_mono_ns, 0)
+    return Wait(
+        what="load",
+        number=number,
+        request=load.request,
+        generation=load.generation,
+        since_seq=load.since_seq,
+        open_ns=open_ns,
+        blocks=load.blocks,
+        missing=tuple(_view(trail, chain, rank, load.since_seq) for rank in load.waiting),
+        answered=tuple(sorted(load.outcomes)),
+        registered=bool(load.ranks),
+        quarantined=False,
+        # A failed get may be tried again after a pause, so for a load only time tells.
+        overdue=load.suspected or open_ns >= suspect_ns,
+        blind=_blind(trail, load.since_seq, load.waiting),
+        chain=chain,
+    )
+
+
+def _view(trail: Trail, chain: Sequence[ev.Event], rank: int, since_seq: int) -> RankView:
+    calls: dict[str, ev.TransferStarted] = {}
+    ended: ev.TransferFinished | None = None
+    for event in chain:
+        if isinstance(event, ev.TransferStarted) and event.rank == rank:
+            calls[event.transfer] = event
+        elif isinstance(event, ev.TransferFinished) and event.rank == rank:
+            calls.pop(event.transfer, None)
+            ended = event
+    if calls:
+        return RankView(rank, "in_call", next(iter(calls.values())))
+    if ended is not None:
+        return RankView(rank, "ended", ended)
+    hidden = not trail.evidence_is_on() or any(
+        gap.seq > since_seq and gap.origin in (f"rank {rank}", "workers") for gap in trail.gaps
+    )
+    return RankView(rank, "unknown" if hidden else "silent")
+
+
+def _report_is_lost(view: RankView, end: End) -> bool:
+    """Return whether a put failed so long ago, in steps and in time, that its report would have come.
+
+    A put that went well may be followed by another call of the same job, so only a failed one counts.
+    """
+    last = view.last
+    if view.doing != "ended" or not isinstance(last, ev.TransferFinished) or last.outcome == "ok":
+        return False
+    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - last.mono_ns >= REPORT_NS
+
+
+def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
+    for gap in trail.gaps:
+        if gap.seq <= since_seq:
+            continue
+        if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
+            return f"{words.plural(gap.dropped, 'event')} of the scheduler are lost at event {gap.seq} ({gap.reason})"
+        origins = {f"rank {rank}": rank for rank in missing}
+        if gap.origin in origins or gap.origin == "workers":
+            return (
+                f"{words.plural(gap.dropped, 'event')} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), so what "
+                f"{words.ranks(missing)} did is not known; the log of that worker would decide"
+            )
+    return ""
+
+
+def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
+    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
+
+    Ranks that are inside a call to the store are left out: that call, and no system, is why they do not answer.
+    """
+    called = {view.rank for wait in opened for view in wait.doing("in_call")}
+    alike: dict[tuple[int, ...], list[Wait]] = {}
+    for wait in opened:
+        ranks = wait.ranks
+        if wait.overdue and ranks and not any(rank in trail.answered or rank in called for rank in ranks):
+            alike.setdefault(ranks, []).append(wait)
+    return [wait for group in alike.values() if len(group) > 1 for wait in group]

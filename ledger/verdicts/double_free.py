@@ -1,0 +1,18 @@
+"""`double_free`: blocks of a job were to be given back a second time, or blocks that it never pinned.
+
+The second time takes the reference of somebody else: the block goes back to the pool while a request still uses it.
+"""
+
+from typing import ClassVar
+
+from ledger.verdicts._rules import RuleVerdict
+
+
+class DoubleFree(RuleVerdict):
+    """Frees beyond what was pinned."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("double_free",)
+    advice: ClassVar[str] = (
+        "Treat KV of these blocks as wrong from that event on: reset the prefix cache, and see `kvledger blame` for who uses "
+        "them."
+    )

@@ -1,0 +1,104 @@
+"""`early_free`: blocks were given back although somebody may still read or write them.
+
+    a rule      a job or load was settled or freed while ranks had not answered
+    a load      a request gave up the blocks of a load into which ranks may still write
+
+What comes of it, if the blocks are given away meanwhile, is `poison`.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+
+from ledger import events as ev
+from ledger import words
+from ledger.blocks import expand
+from ledger.state import Load
+from ledger.trail import End, Trail
+from ledger.transfers import Recv
+from ledger.verdicts import Finding
+from ledger.verdicts._rules import RuleVerdict
+
+KEPT_RELEASES = 200
+
+
+class _Released(msgspec.Struct, frozen=True):
+    event: ev.BlocksReleased | ev.BlocksAllocated
+    what: str
+    request: str
+    began: int
+    blocks: tuple[tuple[int, int], ...]
+    waiting: tuple[int, ...]
+    chain: tuple[ev.Event, ...]
+
+
+class EarlyFree(RuleVerdict):
+    """Blocks given back too early."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("early_free",)
+    advice: ClassVar[str] = (
+        "Blocks may be read or written after they were given away: reset the prefix cache before you trust it, and see "
+        "`kvledger blame` for who got them."
+    )
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self._released: list[_Released] = []
+        self._told: set[str] = set()
+
+    def on_blocks_released(self, event: ev.BlocksReleased) -> None:
+        """A request gives up blocks; a load or recv into them must be over."""
+        self._look(event)
+
+    def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
+        """Somebody gets blocks; a load or recv of somebody else into them must be over."""
+        self._look(event)
+
+    def _look(self, event: ev.BlocksReleased | ev.BlocksAllocated) -> None:
+        book = self.state.book
+        if not (book.loads or book.recvs):
+            return
+        given = set(expand(event.blocks))
+        for number, load in book.loads.items():
+            self._hit(event, given, f"load {number}", load.request, load, load.waiting, self.trail.loads[number])
+        for request, recv in book.recvs.items():
+            self._hit(event, given, f"transfer {recv.transfer}", request, recv, recv.missing_ranks(), self.trail.recvs[request])
+
+    def _hit(  # noqa: PLR0913 - one call for two kinds of record that share no class
+        self, event: ev.BlocksReleased | ev.BlocksAllocated, given: set[tuple[int, int]], what: str, request: str,
+        opened: Load | Recv, waiting: tuple[int, ...], chain: list[ev.Event],
+    ) -> None:
+        if not waiting or what in self._told or len(self._released) >= KEPT_RELEASES:
+            return
+        same = event.request == request and event.generation == opened.generation
+        if same == isinstance(event, ev.BlocksAllocated):
+            return
+        hit = tuple(sorted(given.intersection(expand(opened.blocks))))
+        if hit:
+            self._told.add(what)
+            self._released.append(_Released(event, what, request, opened.since_seq, hit, waiting, tuple(chain[-8:])))
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return the broken rules, and the loads whose blocks were given up under them."""
+        yield from super().findings(end)
+        for each in self._released:
+            verb = "given up" if isinstance(each.event, ev.BlocksReleased) else f"given to request {each.event.request}"
+            shown = [*each.chain, each.event]
+            yield Finding(
+                kind="early_free",
+                certainty="proven",
+                title=(
+                    f"{words.plural(len(each.blocks), 'block')} of {each.what} of request {each.request} were {verb} while "
+                    f"{words.ranks(each.waiting)} may still write into them"
+                ),
+                since_seq=each.event.seq,
+                requests=tuple(dict.fromkeys([each.request, each.event.request])),
+                blocks=each.blocks,
+                ranks=each.waiting,
+                evidence=tuple(event.seq for event in shown),
+                culprit=f"the scheduler freed the blocks of {each.what} before every rank had settled",
+                advice=self.advice,
+                lead_seq=each.event.seq,
+                chain=tuple(words.line(event) for event in shown),
+            )

@@ -1,0 +1,57 @@
+"""`late_event`: a result came for work that was over, or twice. It must change nothing, and it is a trace of something else.
+
+A result for a load, send or recv that has settled was recorded and ignored (`report_ignored`), or the book refused it.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from ledger import events as ev
+from ledger import words
+from ledger.trail import End, Trail
+from ledger.verdicts import Finding
+from ledger.verdicts._rules import RuleVerdict
+
+KEPT_LATE = 200
+
+
+class LateEvent(RuleVerdict):
+    """Results for what was over."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("late_event",)
+    advice: ClassVar[str] = (
+        "A late result is harmless where it is ignored. If the engine died at this moment, this result is the first suspect."
+    )
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self._ignored: dict[tuple[str, str], list[ev.ReportIgnored]] = {}
+        self._count = 0
+
+    def on_report_ignored(self, event: ev.ReportIgnored) -> None:
+        """Note a result that came late."""
+        self._count += 1
+        if self._count <= KEPT_LATE:
+            self._ignored.setdefault((event.what, event.why), []).append(event)
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return one finding for each sort of late result."""
+        yield from super().findings(end)
+        for (what, why), late in self._ignored.items():
+            first = late[0]
+            subject = first.transfer or (f"load {first.load}" if first.load >= 0 else what)
+            times = f" ({len(late)} such results)" if len(late) > 1 else ""
+            yield Finding(
+                kind="late_event",
+                certainty="proven",
+                title=f"a result for {subject} came too late and was ignored: {why}{times}",
+                since_seq=first.seq,
+                requests=tuple(dict.fromkeys(event.request for event in late if event.request)),
+                ranks=tuple(sorted({event.rank for event in late if event.rank >= 0})),
+                code=first.code or None,
+                evidence=tuple(event.seq for event in late[:10]),
+                culprit=words.ranks([first.rank]) if first.rank >= 0 else f"the other side of the {what}",
+                advice=self.advice,
+                lead_seq=first.seq,
+                chain=tuple(words.line(event) for event in late[:10]),
+            )

@@ -1,0 +1,133 @@
+"""`stall`: something waits for an answer that does not come, and the wait holds a request or blocks.
+
+    a load      its request waits for remote KV until every rank has answered
+    a job       a rank called the store, and the call has not returned; the job's blocks stay pinned meanwhile
+    nothing     requests wait, nothing is open and nothing runs: the scheduler itself does not go on
+
+A job that waits although no call is open is a `leak`. Work that is open for less than `stall_suspect_s` is in flight and no
+finding.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from ledger import words
+from ledger.trail import End
+from ledger.verdicts import Finding, Verdict, listed
+from ledger.verdicts._waits import (
+    STALL_SUSPECT_S,
+    Wait,
+    blocked_requests,
+    certainty,
+    describe,
+    evidence,
+    never_answered,
+    waits,
+)
+
+
+class Stall(Verdict):
+    """Loads and jobs that wait for a rank, and an engine that waits for nothing."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("stall",)
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return one finding for each set of missing ranks, the oldest wait in front."""
+        opened = waits(self.trail, end)
+        alike: dict[tuple[str, tuple[int, ...]], list[Wait]] = {}
+        systematic = never_answered(self.trail, opened)
+        for wait in opened:
+            if wait.overdue and wait not in systematic and (wait.what == "load" or wait.doing("in_call")):
+                alike.setdefault((wait.what, wait.ranks), []).append(wait)
+        for group in alike.values():
+            yield self._waiting(group, opened, end)
+        if not opened:
+            yield from self._scheduler(end)
+
+    def _waiting(self, group: list[Wait], opened: list[Wait], end: End) -> Finding:
+        first = group[0]
+        certain, doubt = certainty(end, [first])
+        waited = f"load {first.number}" if first.what == "load" else f"job {first.number}"
+        told = [describe(view, waited) for view in first.missing]
+        behind = [
+            wait.number for wait in opened if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
+        ]
+        more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
+        if first.what == "load":
+            title = (
+                f"{words.request(first.request, first.generation)} waits for remote KV: load {first.number}{more} has been open "
+                f"for {words.span(first.open_ns)}"
+            )
+        else:
+            title = f"store job {first.number}{more} of {words.request(first.request, first.generation)} has been open for "
+            title += words.span(first.open_ns)
+        if not first.registered:
+            title += ", and was never given to the workers"
+            told = ["the scheduler planned the load and did not give it to the workers"]
+        elif first.missing:
+            title += f"; {words.ranks(first.ranks)} did not answer"
+        shown = evidence(first)
+        in_call = first.doing("in_call")
+        holding = [*dict.fromkeys(wait.request for wait in group)]
+        blocked = [name for name in blocked_requests(self.trail) if name not in holding]
+        told += [f"the same call holds up jobs {words.listed(behind)}"] if behind else []
+        told += [f"waiting behind it: {words.listed(blocked)}"] if blocked else []
+        return Finding(
+            kind="stall",
+            certainty=certain,
+            title=title,
+            since_seq=first.since_seq,
+            requests=tuple([*holding, *blocked]),
+            jobs=tuple([wait.number for wait in group if wait.what == "job"] + behind),
+            blocks=listed(tuple(part for wait in group for part in wait.blocks)),
+            ranks=first.ranks,
+            evidence=tuple(event.seq for event in shown),
+            culprit="; ".join(told),
+            advice=self._advice(first, bool(in_call)),
+            lead_seq=in_call[0].last.seq if in_call and in_call[0].last else first.since_seq,
+            doubt=doubt,
+            chain=tuple(words.line(event) for event in shown),
+        )
+
+    @staticmethod
+    def _advice(first: Wait, in_call: bool) -> str:
+        ranks = words.ranks(first.ranks)
+        if not first.registered:
+            return f"Look at the scheduler's log at event {first.since_seq}: the load was planned in a step that did not run."
+        if in_call:
+            return (
+                f"Take a stack of the worker of {ranks} (py-spy dump), and look at the store's master and the host of its "
+                "segments; a call that never returns is a peer that is gone. The blocks come back only with the answer."
+            )
+        return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
+
+    def _scheduler(self, end: End) -> Iterable[Finding]:
+        book = self.state.book
+        if not book.requests or any(record.state in ("running", "loading") for record in book.requests.values()):
+            return
+        suspect_ns = int(self.trail.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
+        chains = {name: chain for name in book.requests if (chain := self.trail.requests.get(name))}
+        newest = {name: chain[-1] for name, chain in chains.items()}
+        # As long as one of them moved a moment ago, the scheduler lives.
+        if not newest or any(end.now_mono_ns - event.mono_ns < suspect_ns for event in newest.values()):
+            return
+        oldest = min(newest, key=lambda name: newest[name].seq)
+        shown = chains[oldest][-6:]
+        yield Finding(
+            kind="stall",
+            certainty="suspected",
+            title=(
+                f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load or pin is open: "
+                f"the scheduler itself has not gone on for {words.span(end.now_mono_ns - max(e.mono_ns for e in newest.values()))}"
+            ),
+            since_seq=newest[oldest].seq,
+            requests=tuple(newest),
+            evidence=tuple(event.seq for event in shown),
+            culprit="the engine's scheduler; the connector holds nothing that it could wait for",
+            advice="Take a stack of the engine process (py-spy dump); see whether it is paused, asleep, or out of blocks.",
+            lead_seq=newest[oldest].seq,
+            doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
+            chain=tuple(words.line(event) for event in shown),
+        )
+
+

@@ -1,0 +1,114 @@
+"""`unreported_failure`: something failed, and the scheduler was not told, or told otherwise.
+
+    loaded      a rank said that a load went well although its last call for it failed
+    silence     a rank's last call for a load failed long ago, and it has not answered
+    a rule      a load or recv that had failed was settled as if it had not
+
+A put that fails without a report holds blocks and is a `leak`.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from ledger import events as ev
+from ledger import words
+from ledger.trail import Chain, End, Trail
+from ledger.verdicts import Finding, listed
+from ledger.verdicts._rules import RuleVerdict
+from ledger.verdicts._waits import Wait, certainty, waits
+
+KEPT_FAILURES = 200
+
+
+class UnreportedFailure(RuleVerdict):
+    """Failures that were swallowed."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("unreported_failure",)
+    advice: ClassVar[str] = (
+        "The request went on with KV that did not arrive, or waits for ever. Do not trust its output; look at the worker log "
+        "of that rank for the error."
+    )
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self._hidden: list[tuple[Chain, ev.RankLoaded, ev.TransferFinished]] = []
+
+    def on_load_settled(self, event: ev.LoadSettled) -> None:
+        """Compare what each rank answered with how its last call ended."""
+        if event.outcome != "loaded" or len(self._hidden) >= KEPT_FAILURES:
+            return
+        chain = self.trail.loads[event.load]
+        last = {each.rank: each for each in chain if isinstance(each, ev.TransferFinished)}
+        if all(call.outcome == "ok" for call in last.values()):
+            return
+        for answer in chain:
+            if isinstance(answer, ev.RankLoaded) and answer.outcome == "loaded":
+                call = last.get(answer.rank)
+                if call is not None and call.outcome != "ok" and call.ts_ns <= answer.ts_ns:
+                    self._hidden.append((chain, answer, call))
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return the failures that were hidden, and those that were met with silence."""
+        yield from super().findings(end)
+        for chain, answer, call in self._hidden:
+            yield self._answered_well(chain, answer, call)
+        for wait in waits(self.trail, end):
+            if wait.what == "load" and wait.overdue:
+                yield from self._silent(wait, end)
+
+    def _answered_well(self, chain: Chain, answer: ev.RankLoaded, call: ev.TransferFinished) -> Finding:
+        planned = chain[0]
+        request = planned.request if isinstance(planned, ev.LoadPlanned) else call.request
+        blocks = planned.blocks if isinstance(planned, ev.LoadPlanned) else ()
+        shown = [planned, call, answer]
+        why = words.failure(*_code(call), call.exception)
+        return Finding(
+            kind="unreported_failure",
+            certainty="proven",
+            title=(
+                f"rank {answer.rank} answered that load {answer.load} of request {request} went well, although its last get "
+                f"ended {call.outcome}{': ' + why if why else ''}"
+            ),
+            since_seq=call.seq,
+            requests=(request,),
+            blocks=listed(blocks),
+            ranks=(answer.rank,),
+            code=_code(call)[0] or None,
+            evidence=tuple(event.seq for event in shown),
+            culprit=f"the worker of rank {answer.rank}",
+            advice=self.advice,
+            lead_seq=call.seq,
+            chain=tuple(words.line(event) for event in shown),
+        )
+
+    def _silent(self, wait: Wait, end: End) -> Iterable[Finding]:
+        for view in wait.doing("ended"):
+            call = view.last
+            if not isinstance(call, ev.TransferFinished) or call.outcome == "ok":
+                continue
+            certain, doubt = certainty(end, [wait])
+            why = words.failure(*_code(call), call.exception)
+            shown = [wait.chain[0], call]
+            yield Finding(
+                kind="unreported_failure",
+                certainty=certain,
+                title=(
+                    f"rank {view.rank}'s get for load {wait.number} of {words.request(wait.request, wait.generation)} ended "
+                    f"{call.outcome}{': ' + why if why else ''}, and the scheduler was never told"
+                ),
+                since_seq=call.seq,
+                requests=(wait.request,),
+                blocks=listed(wait.blocks),
+                ranks=(view.rank,),
+                code=_code(call)[0] or None,
+                evidence=tuple(event.seq for event in shown),
+                culprit=f"the worker of rank {view.rank}: its failure was logged at most, and not reported",
+                advice=self.advice,
+                lead_seq=call.seq,
+                doubt=doubt,
+                chain=tuple(words.line(event) for event in shown),
+            )
+
+
+def _code(call: ev.TransferFinished) -> tuple[str, str]:
+    return (call.failures[0].code, call.failures[0].raw) if call.failures else ("", "")

@@ -1,0 +1,220 @@
+"""How events, times and sizes are said to an operator. Pure text; this file knows events and nothing else.
+
+Plain ASCII words that read well aloud and in a log collector. All times are UTC, because an incident's logs come from more
+than one place.
+"""
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from ledger import events as ev
+from ledger.blocks import Blocks, Ranges
+
+
+def clock(ts_ns: int) -> str:
+    """Return a wall-clock time as `14:03:05.123`."""
+    return datetime.fromtimestamp(ts_ns // 1_000_000 / 1000, UTC).strftime("%H:%M:%S.%f")[:-3]
+
+
+def timestamp(ts_ns: int) -> str:
+    """Return a wall-clock time as `2026-01-31T14:03:05.123Z`."""
+    return datetime.fromtimestamp(ts_ns // 1_000_000 / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def span(duration_ns: int) -> str:
+    """Return a duration with the unit that fits it: `850 us`, `12.3 ms`, `4.56 s`, `3 min 05 s`, `2 h 03 min`."""
+    seconds = abs(duration_ns) / 1e9
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def size(number_bytes: int) -> str:
+    """Return a size in binary units: `812 B`, `3.4 MiB`."""
+    value = float(number_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def plural(number: int, noun: str, many: str = "") -> str:
+    """Return `1 block`, `2 blocks`."""
+    return f"{number:,} {noun if number == 1 else many or noun + 's'}"
+
+
+def ranges(runs: Ranges, limit: int = 8) -> str:
+    """Return `1, 4-7`, the first `limit` runs of it."""
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit])
+    return text if len(runs) <= limit else f"{text}, ..."
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """Return `rank 1` or `ranks 1-3, 7`."""
+    ordered = sorted(set(numbers))
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ranges(tuple((first, last) for first, last in runs))
+    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+
+
+def blocks(named: Blocks, limit: int = 4) -> str:
+    """Return `5-15 (group 0); 3 (group 1)`, the first `limit` runs of each group."""
+    return "; ".join(f"{ranges(runs, limit)} (group {group})" for group, runs in named) or "none"
+
+
+def request(name: str, generation: int = 1) -> str:
+    """Return `request R`, with its generation if it was preempted before."""
+    return f"request {name}" if generation <= 1 else f"request {name} (generation {generation})"
+
+
+def listed(names: Iterable[object], limit: int = 6) -> str:
+    """Return `a, b, c and 4 more`."""
+    every = [str(name) for name in names]
+    if len(every) <= limit:
+        return ", ".join(every)
+    return f"{', '.join(every[: limit - 1])} and {len(every) - limit + 1} more"
+
+
+def failure(code: str, raw: str, exception: str, stage: str = "") -> str:
+    """Return why something failed: `BLOCK_NOT_FOUND (raw -704), TimeoutError, at STORE_GET`; empty if nothing is known."""
+    parts = [f"{code} (raw {raw})" if code and raw else code or (f"raw {raw}" if raw else "")]
+    parts += [exception, f"at {stage}" if stage else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def line(event: ev.Event) -> str:
+    """Return an event as one line: its place, its time, who said it, and what happened."""
+    source = "" if event.source == ev.SCHEDULER else f"{event.source}: "
+    return f"{event.seq:>8}  {clock(event.ts_ns)}  {source}{describe(event)}"
+
+
+def describe(event: ev.Event) -> str:
+    """Return what happened, in an operator's words, without place and time."""
+    teller = _TELLERS.get(event.__class__)
+    return teller(event) if teller is not None else _fields(event)
+
+
+def _fields(event: ev.Event) -> str:
+    """Return a kind that has no sentence of its own, with all its fields that are set."""
+    envelope = {"seq", "ts_ns", "mono_ns", "source", "step"}
+    told: list[str] = []
+    for name, default in zip(event.__struct_fields__[5:], _defaults(event), strict=True):
+        value = getattr(event, name)
+        if name not in envelope and value != default:
+            told.append(f"{name} {blocks(value) if name == 'blocks' else value}")
+    return " ".join([ev.kind_of(event).replace("_", " "), *([f"({', '.join(told)})"] if told else [])])
+
+
+def _defaults(event: ev.Event) -> list[object]:
+    own = event.__struct_fields__[5:]
+    given = event.__struct_defaults__
+    return [object()] * (len(own) - len(given)) + list(given[-len(own) :] if own else ())
+
+
+def _because(event: Any) -> str:
+    why = failure(getattr(event, "code", ""), getattr(event, "raw", ""), event.exception, getattr(event, "stage", ""))
+    return f": {why}" if why else ""
+
+
+def _work(event: Any) -> str:
+    if event.job >= 0:
+        return f"job {event.job}"
+    if event.load >= 0:
+        return f"load {event.load}"
+    return f"transfer {event.transfer}" if event.transfer else f"request {event.request}" if event.request else "the books"
+
+
+def _run(event: ev.RequestScheduled | ev.RequestResumed) -> str:
+    verb = "resumed" if isinstance(event, ev.RequestResumed) else "scheduled"
+    return (
+        f"{request(event.request, event.generation)} {verb}: {plural(event.scheduled_tokens, 'token')} in this step, "
+        f"{event.computed_tokens:,} already computed"
+    )
+
+
+def _started(event: ev.TransferStarted) -> str:
+    verb = "put" if event.op == "put" else "get"
+    keys = plural(len(event.keys), "key")
+    return f"{verb} {event.transfer} of {_work(event)} began: {keys}, {size(event.bytes)}, blocks {blocks(event.blocks)}"
+
+
+def _finished(event: ev.TransferFinished) -> str:
+    failed = f", {plural(event.failed_keys, 'key')} failed" if event.failed_keys else ""
+    codes = sorted({f"{each.code} (raw {each.raw})" for each in event.failures})
+    why = ", ".join([*codes, *([event.exception] if event.exception else [])])
+    return (
+        f"{event.op} {event.transfer} of {_work(event)} ended {event.outcome} after {span(event.duration_ns)}{failed}"
+        f"{': ' + why if why else ''}"
+    )
+
+
+_TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
+    ev.RequestQueued: lambda e: f"request {e.request} queued, {plural(e.prompt_tokens, 'prompt token')}",
+    ev.RequestScheduled: _run,
+    ev.RequestResumed: _run,
+    ev.RequestPreempted: lambda e: f"request {e.request} preempted: generation {e.generation} ended, its blocks were taken",
+    ev.RequestFinished: lambda e: f"{request(e.request, e.generation)} finished{': ' + e.reason if e.reason else ''}",
+    ev.RequestAborted: lambda e: f"{request(e.request, e.generation)} aborted{' while ' + e.was if e.was else ''}",
+    ev.JobRegistered: lambda e: (
+        f"store job {e.job} registered for {request(e.request, e.generation)}; ranks {ranges(e.ranks)} must report"
+    ),
+    ev.PinTouched: lambda e: f"job {e.job} pins blocks {blocks(e.blocks)}",
+    ev.JobSkipped: lambda e: (
+        f"a save of {request(e.request, e.generation)} was skipped: {e.reason} ({e.limit}) was reached"
+    ),
+    ev.RankCompleted: lambda e: f"rank {e.rank} reported job {e.job}: {e.outcome}{_because(e)}",
+    ev.JobSettled: lambda e: (
+        f"job {e.job} settled: every rank has reported"
+        f"{f'; failed on {ranges(e.failed_ranks)}' if e.failed_ranks else ''}"
+    ),
+    ev.BlocksFreed: lambda e: f"job {e.job} freed blocks {blocks(e.blocks)}",
+    ev.LookupAnswered: lambda e: (
+        f"the store holds {plural(e.hit_tokens, 'token')} of {request(e.request, e.generation)} beyond "
+        f"{e.local_tokens:,} held locally"
+    ),
+    ev.LookupSuppressed: lambda e: (
+        f"{request(e.request, e.generation)} was told of no hit ({plural(e.hit_tokens, 'token')} in the store): its loads "
+        f"failed {e.failures} times"
+    ),
+    ev.LoadPlanned: lambda e: (
+        f"load {e.load} planned for {request(e.request, e.generation)}: {plural(e.tokens, 'token')} into blocks "
+        f"{blocks(e.blocks)}"
+    ),
+    ev.LoadRegistered: lambda e: f"load {e.load} given to the workers; ranks {ranges(e.ranks)} must answer",
+    ev.RankLoaded: lambda e: f"rank {e.rank} answered load {e.load}: {e.outcome}{_because(e)}",
+    ev.LoadFailed: lambda e: f"load {e.load} failed on rank {e.rank}{_because(e)}",
+    ev.LoadSettled: lambda e: (
+        f"load {e.load} settled: {e.outcome}{f'; ranks {ranges(e.missing)} had not answered' if e.missing else ''}"
+    ),
+    ev.LoadRecovered: lambda e: f"after load {e.load}, {request(e.request, e.generation)}: {e.action}",
+    ev.ReportIgnored: lambda e: f"a late result of a {e.what} was ignored: {e.why}",
+    ev.BlocksAllocated: lambda e: f"blocks {blocks(e.blocks)} were given to {request(e.request, e.generation)}",
+    ev.BlocksReleased: lambda e: f"blocks {blocks(e.blocks)} were given up by {request(e.request, e.generation)}",
+    ev.TransferStarted: _started,
+    ev.TransferFinished: _finished,
+    ev.LogOpened: lambda e: f"log opened by engine {e.engine}, boot {e.boot}",
+    ev.Checkpoint: lambda e: (
+        f"checkpoint {e.digest[:12]}: {plural(e.open_jobs, 'open job')}, {plural(e.pinned_blocks, 'pinned block')}, "
+        f"{plural(e.waiting_loads, 'open load')}"
+    ),
+    ev.Gap: lambda e: f"GAP: {plural(e.dropped, 'event')} of {e.origin} lost: {e.reason}",
+    ev.InvariantViolated: lambda e: f"BROKEN RULE {e.rule}: {e.detail}",
+    ev.StallSuspected: lambda e: (
+        f"{_work(e)} suspected to be stalled: open for {span(e.waited_ns)}"
+        f"{f', ranks {ranges(e.missing)} have not answered' if e.missing else ''}"
+    ),
+    ev.LogClosed: lambda e: f"log closed: {e.reason}{' ' + e.exception if e.exception else ''}",
+}
