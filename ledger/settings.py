@@ -104,6 +104,58 @@ SETTINGS: tuple[Setting, ...] = (
         unit="events",
         minimum=100,
     ),
+    Setting(
+        "load_max_retries",
+        2,
+        "How often a block is asked for again when it failed for a reason that may pass.",
+        unit="retries",
+        minimum=0,
+        maximum=100,
+    ),
+    Setting(
+        "load_deadline_s",
+        10.0,
+        "Time from the start of a load after which nothing of it is tried again.",
+        unit="seconds",
+        minimum=0.0,
+    ),
+    Setting(
+        "load_retry_backoff_ms",
+        50,
+        "Pause before the first retry; it doubles with each one. Other loads go on meanwhile.",
+        unit="milliseconds",
+        minimum=1,
+        maximum=60_000,
+    ),
+    Setting(
+        "load_rollback",
+        "request",
+        "What a failed load takes with it: `request`, all its blocks; `suffix`, those from the first failed block on. "
+        "Models with several KV-cache groups always lose the whole request.",
+        choices=("request", "suffix"),
+    ),
+    Setting(
+        "load_max_cycles",
+        2,
+        "Failed loads of the same range of a request after which its lookups answer no hit, so that it is computed. "
+        "0 for no bound.",
+        unit="loads",
+        minimum=0,
+    ),
+    Setting(
+        "integrity",
+        "off",
+        "Store a fingerprint of each block with its key and compare it on load: `off`, `sampled` (some keys), `all`. "
+        "Turned on, values carry a trailer, and only instances that have it on share them.",
+        choices=("off", "sampled", "all"),
+    ),
+    Setting(
+        "integrity_sample_keys",
+        16,
+        "With `integrity` set to `sampled`: one key in so many has a fingerprint, chosen by its hash.",
+        unit="keys",
+        minimum=1,
+    ),
 )
 """All settings, in the order of the reference page."""
 
@@ -146,6 +198,13 @@ class Settings(msgspec.Struct, frozen=True):
     evidence: bool
     evidence_address: str
     evidence_queue_events: int
+    load_max_retries: int
+    load_deadline_s: float
+    load_retry_backoff_ms: int
+    load_rollback: Literal["request", "suffix"]
+    load_max_cycles: int
+    integrity: Literal["off", "sampled", "all"]
+    integrity_sample_keys: int
 
     def changed(self) -> dict[str, str]:
         """Return the settings that differ from their defaults, as text."""
