@@ -9,12 +9,13 @@ import ast
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the checkout this file stands in, whatever is installed
 
+import ledger.codes
 import ledger.settings
 
 HEADING = re.compile(r"^# --- (?P<title>.+?) -+$")
@@ -136,9 +137,43 @@ def settings_page() -> str:
     )
 
 
+def codes_page() -> str:
+    """docs/codes.md: the stable codes, the stages, and which raw errors become which code."""
+    codes = ledger.codes
+    meanings = [
+        (f"`{row.code}`", "yes" if row.retryable else "no", row.meaning, row.action) for row in codes.CODES.values()
+    ]
+
+    def numbers(of: Mapping[int, tuple[str, codes.KVCacheErrorCode]]) -> str:
+        return table(
+            ["raw", "its name there", "code"],
+            [(f"`{number}`", f"`{name}`", f"`{code}`") for number, (name, code) in of.items()],
+        )
+
+    return generated(
+        "Codes",
+        "ledger/codes.py",
+        ast.get_docstring(ast.parse((ROOT / "ledger/codes.py").read_text())) or "",
+        table(["code", "try again", "what happened", "what to do"], meanings),
+        "## Stages",
+        f"Where it failed: {', '.join(f'`{stage}`' for stage in codes.Stage)}.",
+        "## Mooncake",
+        numbers(codes.MOONCAKE),
+        "## HTTP-like",
+        numbers(codes.HTTP),
+        "## errno",
+        # By name only: the numbers are those of the system that the page was made on.
+        table(["raw", "code"], [(f"`{name}`", f"`{code}`") for name, code in codes.ERRNO.values()]),
+        "## Exceptions",
+        "By the name of the class; a subclass means what its nearest base means.",
+        table(["raw", "code"], [(f"`{name}`", f"`{code}`") for name, code in codes.EXCEPTIONS.items()]),
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/events.md": events_page,
     "docs/settings.md": settings_page,
+    "docs/codes.md": codes_page,
 }
 
 
