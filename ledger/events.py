@@ -385,8 +385,9 @@ class RankSent(Event, frozen=True, gc=False, omit_defaults=True, tag="rank_sent"
     """Prefill side: a rank has finished with a transfer and reads its blocks no more.
 
     Attributes:
-        outcome: `sent` (every decode worker that pairs with this rank was served), or `expired` (they did not all ask,
-            or their pushes failed, for the whole of the send's `timeout_ns`).
+        outcome: `sent` (every decode worker that pairs with this rank was served), `released` (each of them only asked
+            to free the blocks), or `expired` (they did not all ask, or their pushes failed, for the whole of the send's
+            `timeout_ns`).
         pushes: how many pushes this rank began.
         code, raw, stage, exception: of the last push that failed, if one did.
     """
@@ -406,8 +407,9 @@ class SendSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="send_se
     """Prefill side: the transfer is over, and vLLM was told that it may free the request's blocks.
 
     Attributes:
-        outcome: `sent` (every rank has sent), or `withdrawn` (the request ended with nothing to send: it was aborted,
-            or did not end as a prefill does). No block was held for one that was withdrawn.
+        outcome: `sent`, `released` (the decode engine needed nothing and only asked to free the blocks), or `withdrawn`
+            (the request ended with nothing to send: it was aborted, or did not end as a prefill does). No block was held
+            for one that was withdrawn.
     """
 
     transfer: str
@@ -516,8 +518,7 @@ class RecvSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="recv_se
     """Decode side: nobody writes into the transfer's blocks any more, and vLLM was told so.
 
     Attributes:
-        outcome: `loaded`, `failed`, `released` (no blocks: the prefill engine was only asked to free its own), or
-            `withdrawn` (it never reached the workers).
+        outcome: `loaded`, `failed`, or `released` (no blocks: the prefill engine was only asked to free its own).
     """
 
     transfer: str
@@ -526,7 +527,7 @@ class RecvSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="recv_se
 
 
 class RecvRecovered(Event, frozen=True, gc=False, omit_defaults=True, tag="recv_recovered"):
-    """Decode side: what became of the request of a failed transfer.
+    """Decode side: what became of the request of a failed transfer. Recorded before the transfer settles.
 
     Attributes:
         action: `recomputed` (the engine computes the prompt itself), `failed` (`kv_load_failure_policy=fail`), or
@@ -576,11 +577,15 @@ class KeyFailure(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, arra
 
 
 class TransferStarted(Event, frozen=True, gc=False, omit_defaults=True, tag="transfer_started"):
-    """A worker called the store, and bytes may move from now on. The n-th key is that of the n-th of `blocks`.
+    """A worker called the store or a peer, and bytes may move from now on.
+
+    A call to the store has keys, and the n-th key is that of the n-th of `blocks`.
 
     Attributes:
-        op: `put` (reads the blocks) or `get` (writes them).
+        transfer: names the call to the store; for a push or a pull, the P/D transfer, whose calls `peer` tells apart.
+        op: `put` and `push` read the blocks; `get` and `pull` write them.
         keys: hashes of the keys, without model and rank.
+        peer: the worker of the other engine.
     """
 
     evidence: ClassVar[bool] = True
@@ -594,15 +599,18 @@ class TransferStarted(Event, frozen=True, gc=False, omit_defaults=True, tag="tra
     keys: tuple[str, ...] = ()
     blocks: Blocks = ()
     bytes: int = 0
+    peer: str = ""
 
 
 class TransferFinished(Event, frozen=True, gc=False, omit_defaults=True, tag="transfer_finished"):
-    """The store's answer to one call. No `transfer_finished` means that the call has not returned.
+    """The store's or the peer's answer to one call. No `transfer_finished` means that the call has not returned.
 
     Attributes:
+        transfer, peer: as in the call's `transfer_started`.
         outcome: `ok`, `partial` (some keys failed), `failed` (all did), or `raised`.
         duration_ns: of the call, in nanoseconds.
         failed_keys: how many keys failed; `failures` lists the first of them.
+        code, raw: of a push or a pull that failed; a call to the store has them for each key.
     """
 
     evidence: ClassVar[bool] = True
@@ -620,6 +628,9 @@ class TransferFinished(Event, frozen=True, gc=False, omit_defaults=True, tag="tr
     failed_keys: int = 0
     failures: tuple[KeyFailure, ...] = ()
     exception: str = ""
+    peer: str = ""
+    code: str = ""
+    raw: str = ""
 
 
 # --- the log itself -----------------------------------------------------------------------------------------------------

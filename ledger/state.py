@@ -107,6 +107,7 @@ class State:
         book: the projection itself. Read it freely; only `apply` writes it.
         pins: how many jobs pin each block, by group. An index of `book.jobs`.
         targets: how many loads write each block, by group. An index of `book.loads`.
+        held: how many sends and recvs name each block, by group. An index of `book.sends` and `book.recvs`.
         pending_jobs: how many jobs still wait for a rank and will be settled. An index of `book.jobs`.
     """
 
@@ -114,6 +115,7 @@ class State:
         self.book = Book()
         self.pins: BlockCounts = {}
         self.targets: BlockCounts = {}
+        self.held: BlockCounts = {}
         self.pending_jobs = 0
         self._handlers: dict[type[ev.Event], Handler] = {
             ev.RequestQueued: self._request_queued,
@@ -156,6 +158,7 @@ class State:
         self.book = book
         self.pins = {}
         self.targets = {}
+        self.held = {}
         self.pending_jobs = 0
         for job in book.jobs.values():
             _count_up(self.pins, job.blocks)
@@ -163,6 +166,16 @@ class State:
                 self.pending_jobs += 1
         for load in book.loads.values():
             _count_up(self.targets, load.blocks)
+        for transfer in (*book.sends.values(), *book.recvs.values()):
+            self.hold(transfer.blocks)
+
+    def hold(self, blocks: Blocks) -> None:
+        """Count one more open transfer over `blocks`. For `ledger.transfers` alone."""
+        _count_up(self.held, blocks)
+
+    def let_go(self, blocks: Blocks) -> None:
+        """Count one open transfer less over `blocks`. For `ledger.transfers` alone."""
+        _count_down(self.held, blocks)
 
     def pinned_blocks(self) -> int:
         """Return how many different blocks jobs pin."""
@@ -173,9 +186,10 @@ class State:
         return sum(block not in self.pins.get(group, ()) for group, block in expand(blocks))
 
     def named(self, group: int, ids: Iterable[int]) -> list[int]:
-        """Return those blocks of `ids` in `group` that an open job or load names, in order."""
+        """Return those blocks of `ids` in `group` that an open job, load or transfer names, in order."""
         pins, targets = self.pins.get(group, _NOTHING), self.targets.get(group, _NOTHING)
-        return [block for block in ids if block in pins or block in targets]
+        held = self.held.get(group, _NOTHING)
+        return [block for block in ids if block in pins or block in targets or block in held]
 
     # --- writing ----------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ class Recv(msgspec.Struct):
     prefill: str = ""
     timeout_ns: int = 0
     failed: bool = False
+    recovered: str = ""
+    """What became of the request of a failed recv, once that is known."""
     quarantined: bool = False
     suspected: bool = False
 
@@ -93,6 +95,7 @@ def _send_ready(state: "State", event: ev.SendReady) -> None:
     if send.phase != "registered":
         raise Refused("send_ready_twice", f"transfer {event.transfer} of request {event.request} was ready before")
     _no_null_block(event)
+    state.hold(event.blocks)
     send.phase = "ready"
     send.generation = event.generation
     send.blocks = event.blocks
@@ -127,8 +130,9 @@ def _send_settled(state: "State", event: ev.SendSettled) -> None:
             raise Refused("withdrawn_late", f"transfer {event.transfer} is ready, so ranks may read its blocks")
     else:
         _all_reported(send, event)
-        if any(outcome != "sent" for outcome in send.outcomes.values()):
+        if "expired" in send.outcomes.values():
             raise Refused("send_not_served", f"transfer {event.transfer} cannot settle as sent: a rank waited in vain")
+    state.let_go(send.blocks)
     del state.book.sends[event.request]
 
 
@@ -136,9 +140,10 @@ def _send_expired(state: "State", event: ev.SendExpired) -> None:
     send = _send(state, event)
     _not_quarantined(send, event)
     _all_reported(send, event)
-    expired = to_ranges([rank for rank in send.ranks if send.outcomes[rank] != "sent"])
+    expired = to_ranges([rank for rank in send.ranks if send.outcomes[rank] == "expired"])
     if not expired or event.expired_ranks != expired:
         raise Refused("send_not_expired", f"transfer {event.transfer} expired on ranks {expired}, not as it is said")
+    state.let_go(send.blocks)
     del state.book.sends[event.request]
 
 
@@ -183,6 +188,7 @@ def _recv_registered(state: "State", event: ev.RecvRegistered) -> None:
         prefill=event.prefill,
         timeout_ns=event.timeout_ns,
     )
+    state.hold(event.blocks)
     record = book.requests.get(event.request)
     if event.blocks and record is not None and record.generation == event.generation:
         record.state = "loading"
@@ -231,6 +237,15 @@ def _recv_failed(state: "State", event: ev.RecvFailed) -> None:
     recv.failed = True
 
 
+def _recv_recovered(state: "State", event: ev.RecvRecovered) -> None:
+    recv = _recv(state, event)
+    if not recv.failed:
+        raise Refused("recovered_from_nothing", f"transfer {event.transfer} did not fail, so nothing was recovered")
+    if recv.recovered:
+        raise Refused("recovered_twice", f"request {event.request} was {recv.recovered} before")
+    recv.recovered = event.action
+
+
 def _recv_settled(state: "State", event: ev.RecvSettled) -> None:
     recv = _recv(state, event)
     _not_quarantined(recv, event)
@@ -243,6 +258,7 @@ def _recv_settled(state: "State", event: ev.RecvSettled) -> None:
         raise Refused("failure_is_sticky", f"transfer {event.transfer} {said}; it cannot settle as {event.outcome}")
     if not recv.failed and any(outcome != "ok" for _, _, outcome in recv.outcomes):
         raise Refused("unreported_failure", f"a peer failed transfer {event.transfer}, and no recv_failed says so")
+    state.let_go(recv.blocks)
     book = state.book
     del book.recvs[event.request]
     record = book.requests.get(event.request)
@@ -254,7 +270,7 @@ def _recv_settled(state: "State", event: ev.RecvSettled) -> None:
 # --- common ---------------------------------------------------------------------------------------------------------
 
 _OfSend: TypeAlias = ev.SendReady | ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired
-_OfRecv: TypeAlias = ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvSettled
+_OfRecv: TypeAlias = ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered | ev.RecvSettled
 
 
 def _send(state: "State", event: _OfSend) -> Send:
@@ -292,13 +308,7 @@ RULES: Mapping[type[ev.Event], Callable[["State", Any], None]] = {
     ev.PeersNamed: _peers_named,
     ev.PeerSettled: _peer_settled,
     ev.RecvFailed: _recv_failed,
+    ev.RecvRecovered: _recv_recovered,
     ev.RecvSettled: _recv_settled,
 }
 """What each event of a transfer changes, and when it is refused."""
-
-
-def named_blocks(state: "State") -> set[tuple[int, int]]:
-    """Return every `(group, block)` that an open send or recv names."""
-    book = state.book
-    opened = (*book.sends.values(), *book.recvs.values())
-    return {block for transfer in opened for block in expand(transfer.blocks)}
