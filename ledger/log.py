@@ -107,15 +107,26 @@ class Log:
         with self._lock:
             self._checkpoint()
 
+    def snapshot(self) -> None:
+        """Append the whole state: a fold that cannot get across what is missing before this goes on from here."""
+        with self._lock:
+            self._checkpoint(book=msgspec.Raw(self.state.encode()))
+
     def lose(self, origin: str, dropped: int, reason: str) -> None:
         """Record that `dropped` events of `origin` were lost elsewhere, for `reason`."""
         with self._lock:
             now_ns = self._wall_ns()
             self._count_loss(origin, reason, dropped, now_ns, now_ns)
+            if origin == ev.SCHEDULER:
+                self._must_snapshot = True
             self._report_losses()
 
     def drain(self, limit: int) -> list[ev.Event]:
         """Take up to `limit` events, oldest first. Called by one writer only."""
+        if self._losses:
+            # Nobody may append any more, and what was dropped must not go unsaid for that.
+            with self._lock:
+                self._report_losses()
         queue = self._queue
         return [queue.popleft() for _ in range(min(limit, len(queue)))]
 
