@@ -11,11 +11,12 @@ import hashlib
 import logging
 import platform
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from connector.compat import version_of
 from connector.evidence import EvidenceReceiver, evidence_address
@@ -43,14 +44,6 @@ CLOSE_TIMEOUT_S = 5.0
 """How long an engine's shutdown may wait for the disk."""
 
 
-class Closable(Protocol):
-    """What the books close at the end, besides the log."""
-
-    def close(self, timeout_s: float) -> None:
-        """Stop within `timeout_s` seconds."""
-        ...
-
-
 class Books:
     """The ledger of one engine start.
 
@@ -58,7 +51,6 @@ class Books:
         settings: kvledger's settings in force.
         opened: the fields of the `log_opened` event.
         log: the log to keep; its state must be new.
-        parts: what runs beside the log (receiver of evidence, writer), closed in this order.
 
     Attributes:
         state: the projection; read it freely.
@@ -68,12 +60,14 @@ class Books:
         name: gives what stands in the log for a request id.
     """
 
-    def __init__(self, settings: Settings, opened: dict[str, Any], log: Log, parts: Iterable[Closable] = ()) -> None:
+    def __init__(self, settings: Settings, opened: dict[str, Any], log: Log) -> None:
         self.settings = settings
         self.log = log
         self.state = log.state
-        self._parts = tuple(parts)
-        self._closed = False
+        self._writer: Writer | None = None
+        self._receiver: EvidenceReceiver | None = None
+        self._finishing = threading.Lock()
+        self._finished = False
         self._told: set[str] = set()
         self.next_watch_step = WATCH_INTERVAL_STEPS
         self._stall_suspect_ns = int(settings.stall_suspect_s * 1e9)
@@ -145,35 +139,51 @@ class Books:
 
     def close(self) -> None:
         """Close the log in order. A second call does nothing. Never raises: the engine is on its way out."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._flush)
+        failure = sys.exc_info()[1]
+        if self._receiver is not None:
+            self._receiver.close(CLOSE_TIMEOUT_S)
+        if failure is None or isinstance(failure, SystemExit | KeyboardInterrupt):
+            self.finish()
+        else:
+            self.finish(type(failure).__name__)
+
+    def finish(self, exception: str = "") -> None:
+        """Append `log_closed` and end the writer, once.
+
+        Called on the receiver's thread when every worker has said goodbye, because vLLM kills an engine process 5 s after
+        it asked for its end, and the workers' own teardown may take that long. Called by `close` in any other case.
+        """
+        with self._finishing:
+            if self._finished:
+                return
+            self._finished = True
         try:
-            failure = sys.exc_info()[1]
-            *sources, writer = self._parts or (None,)
-            for source in sources:
-                if source is not None:
-                    source.close(CLOSE_TIMEOUT_S)
+            atexit.unregister(self._flush)
             self.log.checkpoint()
-            if failure is None or isinstance(failure, SystemExit | KeyboardInterrupt):
-                self.log.append(ev.LogClosed)
-            else:
-                self.log.append(ev.LogClosed, reason="exception", exception=type(failure).__name__)
-            if writer is not None:
-                writer.close(CLOSE_TIMEOUT_S)
+            self.log.append(ev.LogClosed, reason="exception" if exception else "shutdown", exception=exception)
+            if self._writer is not None:
+                self._writer.close(CLOSE_TIMEOUT_S)
         except Exception:
             logger.exception("kvledger: the audit log was not closed in order; it will read as torn")
 
-    def flush_at_exit(self) -> None:
-        """See to it that a process that ends without `close` still writes what it has, without claiming a clean end."""
+    def start(self, writer: Writer, receiver: EvidenceReceiver | None) -> None:
+        """Begin to write, and to receive evidence.
+
+        A process that ends without `close` still writes what it has at its exit, without claiming a clean end.
+
+        Raises:
+            LedgerNotWritable: the file cannot be created.
+        """
+        writer.start()
+        self._writer = writer
+        if receiver is not None:
+            receiver.start()
+            self._receiver = receiver
         atexit.register(self._flush)
 
     def _flush(self) -> None:
-        for part in self._parts:
-            flush = getattr(part, "flush", None)
-            if flush is not None:
-                flush()
+        if self._writer is not None:
+            self._writer.flush()
 
 
 def open_books(
@@ -195,16 +205,14 @@ def open_books(
         queue_limit_events=settings.queue_limit_events,
         checkpoint_interval_events=settings.checkpoint_interval_events,
     )
-    path = log_path(Path(settings.ledger_path), engine, parallel.data_parallel_index, boot)
-    writer = Writer(log, path, flush_interval_ms=settings.flush_interval_ms)
-    parts: list[Any] = [writer]
-    if settings.evidence:
-        parts.insert(0, EvidenceReceiver(log, evidence_address(vllm_config, connector, settings)))
     opened = log_opened_fields(vllm_config, kv_cache_config, connector, settings)
-    books = Books(settings, {"engine": engine, "boot": boot, **opened}, log, parts)
-    for part in reversed(parts):
-        part.start()
-    books.flush_at_exit()
+    books = Books(settings, {"engine": engine, "boot": boot, **opened}, log)
+    path = log_path(Path(settings.ledger_path), engine, parallel.data_parallel_index, boot)
+    receiver = None
+    if settings.evidence:
+        address = evidence_address(vllm_config, connector, settings)
+        receiver = EvidenceReceiver(log, address, parallel.world_size, books.finish)
+    books.start(Writer(log, path, flush_interval_ms=settings.flush_interval_ms), receiver)
     logger.info("kvledger: audit log of this engine: %s", path)
     return books
 

@@ -8,9 +8,11 @@ configuration.
 
 import hashlib
 import logging
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,11 +38,12 @@ POLL_MS = 100
 
 
 class EvidenceBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One message: who sends, how many events were lost since the last one, and the events."""
+    """One message: who sends, how many events were lost since the last one, the events, and whether it is the last one."""
 
     origin: str
     lost: int
     events: tuple[ev.AnyEvent, ...]
+    goodbye: bool = False
 
 
 def evidence_address(vllm_config: "VllmConfig", connector: str, settings: Settings) -> str:
@@ -79,6 +82,7 @@ class EvidenceSender:
         self._lost = 0
         self._lost_lock = threading.Lock()
         self._stopping = False
+        self._goodbye = False
         self._thread = threading.Thread(target=self._run, name="kvledger-evidence", daemon=True)
         self._thread.start()
 
@@ -92,7 +96,12 @@ class EvidenceSender:
         self._wake.set()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Send what waits and stop, within `timeout_s` seconds."""
+        """Send what waits and a goodbye, and stop, within `timeout_s` seconds.
+
+        A worker that ends because of an error says no goodbye: the engine process must not take it for an orderly end.
+        """
+        failure = sys.exc_info()[1]
+        self._goodbye = failure is None or isinstance(failure, SystemExit | KeyboardInterrupt)
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -103,31 +112,27 @@ class EvidenceSender:
             socket.setsockopt(zmq.SNDHWM, 64)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # without a peer, sending must fail instead of filling memory
             socket.connect(self._address)
-            while True:
+            while not self._stopping:
                 self._wake.wait()
                 self._wake.clear()
                 while self._queue or self._lost:
-                    self._send_batch(socket)
-                if self._stopping:
-                    return
+                    if not self._send_batch(socket) and self._stopping:
+                        return
+            if self._goodbye:
+                self._send_batch(socket, goodbye=True)
 
-    def _send_batch(self, socket: "zmq.Socket[bytes]") -> None:
+    def _send_batch(self, socket: "zmq.Socket[bytes]", goodbye: bool = False) -> bool:
+        """Send one message; return False, and count its events as lost, if the engine process does not take it."""
         queue = self._queue
         events = tuple([queue.popleft() for _ in range(min(BATCH_EVENTS, len(queue)))])
         with self._lost_lock:
             lost, self._lost = self._lost, 0
-        message = msgspec.msgpack.encode(EvidenceBatch(self.origin, lost, events))
         if socket.poll(SEND_TIMEOUT_MS, zmq.POLLOUT):
-            socket.send(message)
-            return
+            socket.send(msgspec.msgpack.encode(EvidenceBatch(self.origin, lost, events, goodbye)))
+            return True
         with self._lost_lock:
             self._lost += lost + len(events)
-        if not self._stopping:
-            self._wake.wait(SEND_TIMEOUT_MS / 1000)
-        else:
-            with self._lost_lock:
-                self._lost = 0
-            queue.clear()
+        return False
 
 
 class EvidenceReceiver:
@@ -136,10 +141,15 @@ class EvidenceReceiver:
     Args:
         log: the log that evidence is appended to.
         address: what to bind.
+        ranks: how many workers will send.
+        on_goodbye: called once, on the receiver's thread, when all of them have said goodbye.
     """
 
-    def __init__(self, log: Log, address: str) -> None:
+    def __init__(self, log: Log, address: str, ranks: int, on_goodbye: Callable[[], None]) -> None:
         self._log = log
+        self._ranks = ranks
+        self._on_goodbye = on_goodbye
+        self._gone: set[str] = set()
         self._address = address
         self._stopping = threading.Event()
         self._context = zmq.Context()
@@ -166,7 +176,7 @@ class EvidenceReceiver:
     def close(self, timeout_s: float) -> None:
         """Take what has been sent, and stop within `timeout_s` seconds."""
         self._stopping.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         if self._address.startswith("ipc://"):
             Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -195,3 +205,7 @@ class EvidenceReceiver:
             self._log.lose(batch.origin, batch.lost, "the engine process did not take the evidence in time")
         for event in batch.events:
             self._log.append_evidence(event)
+        if batch.goodbye:
+            self._gone.add(batch.origin)
+            if len(self._gone) == self._ranks:
+                self._on_goodbye()

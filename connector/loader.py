@@ -110,6 +110,8 @@ class LoadResult(NamedTuple):
     Attributes:
         failures: every key that was not loaded, by position.
         invalid: the blocks that may not be trusted, by position: none of them counts as loaded.
+        whole_request: whether vLLM has to be told of the request, because naming blocks would leave it with KV that was
+            not loaded: with several groups, and where upstream left blocks of the range out.
         kept_tokens: the tokens of the request up to which its KV is proven: local ones, and loaded ones before the
             first failure if the rollback keeps them.
         keys: how many keys the load had.
@@ -120,6 +122,7 @@ class LoadResult(NamedTuple):
 
     failures: tuple[Failure, ...]
     invalid: tuple[tuple[int, int], ...]
+    whole_request: bool
     kept_tokens: int
     keys: int
     bytes: int
@@ -194,6 +197,8 @@ class Loading:
         self._failed: dict[int, Failure] = {}
         self._tries = 0
         self._gave_up = ""
+        self._by_block = _unbroken(targets, first_token)
+        self._keeps_a_prefix = limits.rollback == "suffix" and self._by_block
         self.due_s: float | None = now_s if targets else None
 
     @property
@@ -279,7 +284,7 @@ class Loading:
     def _worth_retrying(self) -> list[int]:
         """Return what failed, may succeed, and would still count: behind a final failure nothing does."""
         final = [failure for failure in self._failed.values() if not CODES[failure.code].retryable]
-        if final and (self._limits.rollback == "request" or not self._one_group()):
+        if final and not self._keeps_a_prefix:
             return []
         end = min((failure.target.start_token for failure in final), default=None)
         return [
@@ -314,34 +319,43 @@ class Loading:
         retries = max(self._tries - 1, 0)
         if not self._failed:
             end_token = max((target.end_token for target in self.targets), default=self._first_token)
-            return LoadResult((), (), end_token, len(self.targets), sum(self._expected_bytes), retries, "")
+            return LoadResult((), (), False, end_token, len(self.targets), sum(self._expected_bytes), retries, "")
         failures = tuple(sorted(self._failed.values(), key=lambda failure: _position(failure.target)))
-        kept_tokens = self._kept_tokens(failures[0].target.start_token)
+        kept_tokens = self._first_token
+        if self._keeps_a_prefix:
+            kept_tokens = max(kept_tokens, failures[0].target.start_token)
         invalid = {
             (target.group, target.block): None
             for target in sorted(self.targets, key=_position)
             if target.end_token > kept_tokens
         }
         arrived = sum(size for index, size in enumerate(self._expected_bytes) if index not in self._failed)
-        return LoadResult(failures, tuple(invalid), kept_tokens, len(self.targets), arrived, retries, self._gave_up)
+        return LoadResult(
+            failures,
+            tuple(invalid),
+            not self._by_block,
+            kept_tokens,
+            len(self.targets),
+            arrived,
+            retries,
+            self._gave_up,
+        )
 
-    def _one_group(self) -> bool:
-        return len({target.group for target in self.targets}) <= 1
 
-    def _kept_tokens(self, first_failed_token: int) -> int:
-        """Return the tokens whose KV is proven: the unbroken run of loaded blocks from where the load begins.
+def _unbroken(targets: Sequence[Target], first_token: int) -> bool:
+    """Whether `targets` are of one group and cover all tokens from `first_token` on.
 
-        Blocks that upstream left out (outside a sliding window, say) break the run: KV behind them is of use only to
-        the whole prefix. With several groups vLLM can only be told of a request, so nothing of it is kept.
-        """
-        kept = self._first_token
-        if self._limits.rollback == "request" or not self._one_group():
-            return kept
-        for start, end in sorted({(target.start_token, target.end_token) for target in self.targets}):
-            if start > kept or end > first_failed_token:
-                break
-            kept = max(kept, end)
-        return kept
+    Only then can vLLM be told of single blocks: it takes all before the first block named as computed, and blocks that
+    upstream left out (those outside a sliding window, say) were not.
+    """
+    if len({target.group for target in targets}) > 1:
+        return False
+    covered = first_token
+    for start, end in sorted({(target.start_token, target.end_token) for target in targets}):
+        if start > covered:
+            return False
+        covered = max(covered, end)
+    return True
 
 
 def _position(target: Target) -> tuple[int, int]:

@@ -4,6 +4,8 @@ vLLM calls `register` in the API server, the engine process and every worker. It
 a failure here would keep a server from starting that does not even use kvledger.
 """
 
+import logging
+
 CONNECTORS = {
     "KVLedgerStoreConnector": "connector.store_connector",
     "KVLedgerMooncakeConnector": "connector.pd_connector",
@@ -13,6 +15,8 @@ CONNECTORS = {
 
 def register() -> None:
     """Register every connector with vLLM, once for each process. The modules are imported when a connector is used."""
+    # vLLM gives handlers to loggers below its own only; what kvledger has to say shall stand in the same place.
+    logging.getLogger("kvledger").parent = logging.getLogger("vllm")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - see above
 
     for name, module in CONNECTORS.items():

@@ -108,6 +108,12 @@ class RecordingStore:
         """Give everything else of the real store."""
         return getattr(self._store, name)
 
+    def close(self) -> Any:
+        """Send what evidence is left, then close the store: upstream calls this once its threads have drained."""
+        if self._sender is not None:
+            self._sender.close()
+        return self._store.close()
+
     def locate_with(self, locator: BlockLocator) -> None:
         """Use `locator` from now on; before, blocks are not named."""
         self._locator = locator

@@ -6,7 +6,6 @@
     start_load_kv                  every step                         names the loads of the step by their ids
     wait_for_save                  every step                         nothing; upstream queues the step's jobs
     build_connector_worker_meta    every step                         the job and load reports of this rank
-    close                          the worker ends                    sends what evidence is left
 
 On the transfer threads, every way out of a job or a load ends in a report: skipped, failed, raised or done. The calls to the store
 themselves are recorded by `recording_store` as evidence (`transfer_started`, `transfer_finished`). This file may know vLLM's
@@ -226,10 +225,3 @@ class LedgerStoreWorker(MooncakeStoreWorker):
     def build_connector_worker_meta(self) -> LedgerWorkerMetadata | None:
         """Return this rank's reports since the last step, None if there are none."""
         return self._reports.take()
-
-    def close(self) -> None:
-        """Close the store with upstream, then send the evidence that is left."""
-        super().close()
-        sender = getattr(self, "_sender", None)
-        if sender is not None:
-            sender.close()

@@ -1,0 +1,53 @@
+"""What a failed P/D transfer is called: from exceptions, from what a prefill worker answers, and from what it left out.
+
+A prefill worker of vLLM says why it failed in a line of English and no number. The lines that vLLM 0.32 and 0.33 write are
+listed here; a line that is not has no meaning to us, and stays as it is beside `UNKNOWN`. Pure functions.
+"""
+
+from connector.pd_reports import Failure
+from ledger.codes import KVCacheErrorCode, Stage, translate
+
+_C = KVCacheErrorCode
+
+RAW_LENGTH = 160
+"""Characters of a peer's line that are kept: enough for the longest of vLLM's, and a bound for what a peer may send."""
+
+PEER_LINES: tuple[tuple[str, KVCacheErrorCode, Stage], ...] = (
+    ("Timeout waiting for P side ready", _C.PEER_NOT_READY, Stage.SEND),
+    ("Mooncake transfer engine returned", _C.TRANSFER_FAILED, Stage.SEND),
+    ("P num blocks less than D", _C.BLOCK_NOT_FOUND, Stage.SEND),
+    ("KV group count mismatch", _C.VERSION_MISMATCH, Stage.REGISTRATION),
+    ("This D tp_rank", _C.VERSION_MISMATCH, Stage.REGISTRATION),
+    # Every other line that begins so is about regions, layers or heads that do not fit each other.
+    ("Mooncake KV layout", _C.PEER_NOT_READY, Stage.REGISTRATION),
+    ("Mooncake ", _C.VERSION_MISMATCH, Stage.REGISTRATION),
+)
+"""How a line begins, and what it means. The first that fits counts."""
+
+OMITTED = Failure(_C.PEER_OMITTED, "the peer finished without a result for this request", Stage.SEND)
+NOT_REGISTERED = Failure(_C.PEER_NOT_READY, "the bootstrap server does not know this engine", Stage.REGISTRATION)
+NO_PEERS = Failure(_C.PEER_NOT_READY, "the prefill engine has no worker for this rank", Stage.REGISTRATION)
+GONE = Failure(_C.PEER_UNREACHABLE, "nobody listens at the peer's address any more", Stage.RECV, "ConnectionRefusedError")
+BROKEN = Failure(_C.PEER_UNREACHABLE, "the connection to the peer broke", Stage.RECV)
+NO_CONNECTION = Failure(_C.PEER_UNREACHABLE, "no connection to the peer came about", Stage.RECV)
+OVERDUE = Failure(_C.LOAD_TIMEOUT, "no result until the deadline", Stage.WATCHDOG)
+NEVER_ASKED = Failure(_C.LOAD_TIMEOUT, "the peers were not found until the deadline", Stage.WATCHDOG)
+
+
+def of_exception(error: BaseException, stage: Stage) -> Failure:
+    """Return what to call a failure that raised `error`."""
+    translated = translate(error)
+    code = translated.code
+    if stage is Stage.BOOTSTRAP and code in (_C.UNKNOWN, _C.BLOCK_NOT_FOUND):
+        # Whatever answers there, or does not, is no bootstrap server: the address is wrong, or it is down.
+        code = _C.PEER_UNREACHABLE
+    return Failure(code, translated.raw, stage, type(error).__name__)
+
+
+def of_line(line: str | None) -> Failure:
+    """Return what to call a failure of which a prefill worker says `line`."""
+    said = " ".join((line or "").split())[:RAW_LENGTH]
+    for beginning, code, stage in PEER_LINES:
+        if said.startswith(beginning):
+            return Failure(code, said, stage)
+    return Failure(_C.UNKNOWN, said or "the peer gave no reason", Stage.SEND)

@@ -1,0 +1,132 @@
+"""What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, and who got blocks that open work names.
+
+A scheduler half passes vLLM's hooks on to `RequestObserver`, which records what is new in them. It may know vLLM's requests
+and scheduler output; it knows nothing of jobs and transfers but that the state names their blocks.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from connector.books import Books
+from ledger import events as ev
+from ledger.blocks import NULL_BLOCK, Blocks, by_group, expand
+
+GroupIds = tuple[int, list[int]]
+"""A KV-cache group and block numbers in it."""
+
+
+class RequestObserver:
+    """Records what vLLM does to requests.
+
+    Args:
+        books: where it is recorded.
+        block_sizes: tokens in a block, by KV-cache group.
+    """
+
+    def __init__(self, books: Books, block_sizes: Sequence[int]) -> None:
+        self._books = books
+        self._block_sizes = tuple(block_sizes)
+
+    def queued(self, request: Request) -> None:
+        """Record that a request waits."""
+        self._books.record(
+            ev.RequestQueued,
+            request=self._books.name(request.request_id),
+            generation=generation_of(request),
+            prompt_tokens=request.num_prompt_tokens,
+        )
+
+    def ended(self, request: Request) -> None:
+        """Record that a request ended or was aborted."""
+        name = self._books.name(request.request_id)
+        generation = generation_of(request)
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            record = self._books.state.book.requests.get(name)
+            was = record.state if record is not None else "unknown"
+            self._books.record(ev.RequestAborted, request=name, generation=generation, was=was)
+        else:
+            reason = request.status.name.removeprefix("FINISHED_").lower()
+            self._books.record(ev.RequestFinished, request=name, generation=generation, reason=reason)
+
+    def released(self, request: Request, groups: Iterable[GroupIds]) -> None:
+        """Record those blocks that a request gave up while open work names them."""
+        blocks = by_group(self._named(groups))
+        if blocks:
+            name = self._books.name(request.request_id)
+            self._books.record(ev.BlocksReleased, request=name, generation=generation_of(request), blocks=blocks)
+
+    def seen(self, request: Request) -> None:
+        """Record a preemption that vLLM has not told of yet: it does so at the end of the step only."""
+        name = self._books.name(request.request_id)
+        record = self._books.state.book.requests.get(name)
+        if record is not None and record.generation < generation_of(request):
+            self._books.record(ev.RequestPreempted, request=name, generation=generation_of(request) - 1)
+
+    def step(self, scheduler_output: SchedulerOutput) -> None:
+        """Record what vLLM did to requests in this step."""
+        name_of = self._books.name
+        requests = self._books.state.book.requests
+        for request_id in sorted(scheduler_output.preempted_req_ids or ()):
+            name = name_of(request_id)
+            record = requests.get(name)
+            if record is not None and record.state == "running":
+                self._books.record(ev.RequestPreempted, request=name, generation=record.generation)
+        scheduled_tokens = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            self._running(name_of(new.req_id), new.num_computed_tokens, scheduled_tokens[new.req_id], new.block_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        book = self._books.state.book
+        if not cached.resumed_req_ids and not (book.sends or book.recvs):
+            return
+        for request_id, computed_tokens, block_ids in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self._running(name_of(request_id), computed_tokens, scheduled_tokens[request_id], block_ids or ())
+            elif block_ids:
+                name = name_of(request_id)
+                record = requests.get(name)
+                self.allocated(name, record.generation if record else 1, enumerate(block_ids))
+
+    def _running(self, name: str, computed_tokens: int, scheduled_tokens: int, block_ids: Sequence[list[int]]) -> None:
+        record = self._books.state.book.requests.get(name)
+        generation = record.generation if record is not None else 1
+        fresh = ((group, ids[computed_tokens // self._block_sizes[group] :]) for group, ids in enumerate(block_ids))
+        self.allocated(name, generation, fresh)
+        self._books.record(
+            ev.RequestScheduled if generation == 1 else ev.RequestResumed,
+            request=name,
+            generation=generation,
+            computed_tokens=computed_tokens,
+            scheduled_tokens=scheduled_tokens,
+        )
+
+    def allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
+        """Record those blocks of a new allocation that open work names, but for the request's own transfers."""
+        named = self._named(groups)
+        if not named:
+            return
+        book = self._books.state.book
+        own: set[tuple[int, int]] = set()
+        for transfer in (book.sends.get(name), book.recvs.get(name)):
+            if transfer is not None:
+                own.update(expand(transfer.blocks))
+        blocks = by_group((group, [block for block in ids if (group, block) not in own]) for group, ids in named)
+        if blocks:
+            self._books.record(ev.BlocksAllocated, request=name, generation=generation, blocks=blocks)
+
+    def _named(self, groups: Iterable[GroupIds]) -> list[GroupIds]:
+        named = self._books.state.named
+        return [(group, found) for group, ids in groups if (found := named(group, ids))]
+
+
+def generation_of(request: Request) -> int:
+    """Return which generation of its id a request is: 1 at first, one more with each preemption."""
+    return request.num_preemptions + 1
+
+
+def without_null(groups: Iterable[GroupIds]) -> Blocks:
+    """Return `groups` as `Blocks`, without vLLM's placeholder block."""
+    return by_group((group, [block for block in ids if block != NULL_BLOCK]) for group, ids in groups)
