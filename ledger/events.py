@@ -221,6 +221,7 @@ class LookupSuppressed(Event, frozen=True, gc=False, omit_defaults=True, tag="lo
     generation: int
     hit_tokens: int = 0
     failures: int = 0
+    local_tokens: int = 0
 
 
 class LoadPlanned(Event, frozen=True, gc=False, omit_defaults=True, tag="load_planned"):
@@ -247,14 +248,30 @@ class LoadRegistered(Event, frozen=True, gc=False, omit_defaults=True, tag="load
     ranks: Ranges
 
 
+class BlockFailures(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, array_like=True):
+    """Blocks that failed in one way: stable code, what it was translated from, stage, the blocks, how many keys of theirs."""
+
+    code: str
+    raw: str
+    stage: str
+    blocks: Blocks
+    keys: int
+    exception: str = ""
+
+
 class RankLoaded(Event, frozen=True, gc=False, omit_defaults=True, tag="rank_loaded"):
     """A rank answered a load, and writes into its blocks no more. Recorded when the answer reaches the scheduler.
 
     Attributes:
         outcome: `loaded` or `failed`.
+        code: that of the first block in the request that failed; `failures` has all.
         stage: where it failed; the stages are those of vLLM's failure records: `STORE_GET`, ...
         blocks: the blocks that this rank could not load.
         failed_keys: how many keys failed on this rank.
+        failures: every block that failed, by code and stage.
+        invalid: the blocks that were reported to vLLM as not loaded, also those that had arrived. Empty when vLLM was told
+            of the whole request.
+        retries: how often the rank asked the store again for what had failed.
     """
 
     load: int
@@ -266,6 +283,9 @@ class RankLoaded(Event, frozen=True, gc=False, omit_defaults=True, tag="rank_loa
     exception: str = ""
     blocks: Blocks = ()
     failed_keys: int = 0
+    failures: tuple[BlockFailures, ...] = ()
+    invalid: Blocks = ()
+    retries: int = 0
 
 
 class LoadFailed(Event, frozen=True, gc=False, omit_defaults=True, tag="load_failed"):

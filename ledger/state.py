@@ -36,6 +36,8 @@ class RequestRecord(msgspec.Struct):
     since_seq: int = 0
     looked_up: tuple[int, int] | None = None
     """The last answer of the store: hit tokens and local tokens."""
+    failed_loads: dict[int, int] = {}
+    """How many loads of this request failed, by the token up to which they would have brought it."""
     skipping: bool = False
     """Its last save was skipped, so further skips are not news."""
 
@@ -68,6 +70,8 @@ class Load(msgspec.Struct):
     since_mono_ns: int
     blocks: Blocks
     tokens: int = 0
+    end_token: int = 0
+    """The token up to which the load brings the request."""
     ranks: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
     outcomes: dict[int, str] = {}
@@ -131,6 +135,7 @@ class State:
             ev.JobSettled: self._job_settled,
             ev.BlocksFreed: self._blocks_freed,
             ev.LookupAnswered: self._lookup_answered,
+            ev.LookupSuppressed: self._lookup_suppressed,
             ev.LoadPlanned: self._load_planned,
             ev.LoadRegistered: self._load_registered,
             ev.RankLoaded: self._rank_loaded,
@@ -217,7 +222,8 @@ class State:
     def _enter(self, request: str, generation: int, state: RequestState, seq: int) -> None:
         record = self.book.requests.get(request)
         if record is None or record.generation != generation:
-            self.book.requests[request] = RequestRecord(generation, state, seq)
+            failed_loads = record.failed_loads if record is not None else {}
+            self.book.requests[request] = RequestRecord(generation, state, seq, failed_loads=failed_loads)
         else:
             record.state = state
             record.since_seq = seq
@@ -311,6 +317,11 @@ class State:
         if record is not None:
             record.looked_up = (event.hit_tokens, event.local_tokens)
 
+    def _lookup_suppressed(self, event: ev.LookupSuppressed) -> None:
+        record = self.book.requests.get(event.request)
+        if record is not None:
+            record.looked_up = (0, event.local_tokens)
+
     def _load_planned(self, event: ev.LoadPlanned) -> None:
         book = self.book
         if event.load < book.next_load:
@@ -320,8 +331,9 @@ class State:
             raise Refused("load_still_open", f"request {event.request} plans load {event.load} while load {other} is open")
         if _names_null_block(event.blocks):
             raise Refused("null_block_loaded", f"load {event.load} writes into the null block, which backs no KV")
+        end_token = event.local_tokens + event.tokens
         book.loads[event.load] = Load(
-            event.request, event.generation, event.seq, event.mono_ns, event.blocks, event.tokens
+            event.request, event.generation, event.seq, event.mono_ns, event.blocks, event.tokens, end_token
         )
         book.loading[event.request] = event.load
         _count_up(self.targets, event.blocks)
@@ -362,7 +374,11 @@ class State:
         del self.book.loading[load.request]
         _count_down(self.targets, load.blocks)
         record = self.book.requests.get(load.request)
-        if record is not None and record.state == "loading" and record.generation == load.generation:
+        if record is None:
+            return
+        if event.outcome == "failed":
+            record.failed_loads[load.end_token] = record.failed_loads.get(load.end_token, 0) + 1
+        if record.state == "loading" and record.generation == load.generation:
             record.state = "queued"
             record.since_seq = event.seq
             record.looked_up = None

@@ -141,7 +141,7 @@ def test_after_any_failure_no_block_of_the_load_counts_or_only_the_proven_prefix
     assert not failed & trusted
     if not failed:
         assert not result.invalid
-    elif limits.rollback == "request" or len({target.group for target in targets}) > 1:
+    elif limits.rollback == "request" or result.whole_request:
         assert not trusted
         assert result.kept_tokens == first_token
     else:
@@ -153,6 +153,18 @@ def test_after_any_failure_no_block_of_the_load_counts_or_only_the_proven_prefix
             for token in range(target.start_token, target.end_token)
         }
         assert set(range(first_token, result.kept_tokens)) == covered
+
+
+@given(loads())
+@settings(max_examples=500)
+def test_vllm_is_told_of_blocks_only_when_all_before_the_first_one_named_is_proven(case):
+    targets, script, limits, first_token = case
+    result, _, _ = load(targets, script, limits, first_token)
+    if result.loaded or result.whole_request:
+        return
+    assert len({target.group for target in targets}) == 1
+    first_named = min(target.start_token for target in targets if (target.group, target.block) in result.invalid)
+    assert first_named == result.kept_tokens
 
 
 @given(loads())
@@ -280,11 +292,12 @@ def test_what_stands_before_a_final_failure_is_retried_when_a_prefix_is_kept():
     assert result.invalid == ((0, 11), (0, 12))
 
 
-def test_a_hole_that_upstream_left_in_a_load_ends_the_prefix_that_is_kept():
+def test_a_load_with_holes_that_upstream_left_is_told_as_a_request():
     targets = [targets_of(5)[index] for index in (0, 3, 4)]
     result, _, _ = load(targets, ok_but(targets, block4=[FINAL]), Limits(rollback="suffix"))
-    assert result.kept_tokens == BLOCK_TOKENS
-    assert result.invalid == ((0, 13), (0, 14))
+    assert result.whole_request
+    assert result.kept_tokens == 0
+    assert result.invalid == ((0, 10), (0, 13), (0, 14))
 
 
 def test_a_block_kept_in_shards_is_loaded_when_all_of_its_shards_are():
