@@ -1,8 +1,8 @@
 """The fold: the events of a log through the very code that the engine ran, with all verdicts looking on.
 
-`Replay` takes events in the order of the log, from a file or from a list, and answers with a `Result`. An event that the book
-refuses does not stop it: the state stays as it is, and the refusal is evidence. At each checkpoint the digest of the fold is
-compared with the one that the engine recorded; the first difference is kept.
+`Replay` takes events in the order of the log, from a file or from a list, and answers with a `Result`. An event that
+the book refuses does not stop it: the state stays as it is, and the refusal is evidence. At each checkpoint the digest
+of the fold is compared with the one that the engine recorded; the first difference is kept.
 
 This file knows events, state, trail, story and verdicts. It reads no file and prints nothing.
 """
@@ -28,7 +28,8 @@ TAIL_EVENTS = 6
 """Events before the end that a report of a torn log shows."""
 
 KEPT_REFUSALS = 1000
-"""Refused events that are kept in full. A connector that breaks a rule at every step would fill memory with the same news."""
+"""Refused events that are kept in full. A connector that breaks a rule at every step would fill memory with the same
+news."""
 
 Seen = TypeVar("Seen", bound=ev.Event)
 See = Callable[[Any], None]
@@ -112,6 +113,11 @@ class Replay:
         self._tail: list[ev.AnyEvent] = []
         self._table = self._dispatch()
 
+    @property
+    def last_seq(self) -> int:
+        """The place of the last event that was folded, 0 for none."""
+        return self._result.last.seq if self._result.last is not None else 0
+
     def feed(self, events: Iterable[ev.AnyEvent]) -> "Replay":
         """Fold `events`, which follow on those that were fed before, and return this replay."""
         iterator = iter(events)
@@ -124,7 +130,7 @@ class Replay:
         """Return what the log says.
 
         Args:
-            ending: how a log without `log_closed` ended: `torn`, `open` or `as_of`; see `End`.
+            ending: how a log without `log_closed` ended: `torn`, `live` or `as_of`; see `End`.
         """
         result = self._result
         result.opened = self.trail.opened
@@ -196,12 +202,15 @@ class Replay:
             result.mismatch = Mismatch(event.seq, self._agreed_until_seq, event.digest, digest)
 
     def _dispatch(self) -> dict[type[ev.Event], tuple[See, ...]]:
-        """Return who wants to see which kind. The state comes first: what it refuses, nobody else sees as having happened."""
+        """Return who wants to see which kind, the state in front: what it refuses has not happened for the others."""
         table: dict[type[ev.Event], tuple[See, ...]] = {}
         for name, kind in ev.KINDS.items():
             method = f"on_{name.partition('@')[0]}"
             lookers = [*self.verdicts, self._teller, self.trail]
-            table[kind] = (self.state.apply, *(getattr(looker, method) for looker in lookers if hasattr(looker, method)))
+            table[kind] = (
+                self.state.apply,
+                *(getattr(looker, method) for looker in lookers if hasattr(looker, method)),
+            )
         table[ev.Checkpoint] = (self._checkpoint, *table[ev.Checkpoint])
         return table
 
@@ -211,7 +220,9 @@ def replay(events: Iterable[ev.AnyEvent], ending: str = "torn") -> Result:
     return Replay().feed(events).result(ending)
 
 
-def until(events: Iterable[ev.AnyEvent], last_seq: int | None = None, last_ts_ns: int | None = None) -> Iterator[ev.AnyEvent]:
+def until(
+    events: Iterable[ev.AnyEvent], last_seq: int | None = None, last_ts_ns: int | None = None
+) -> Iterator[ev.AnyEvent]:
     """Yield the events up to and with a place or a wall-clock time."""
     for event in events:
         if last_seq is not None and event.seq > last_seq:
@@ -222,8 +233,8 @@ def until(events: Iterable[ev.AnyEvent], last_seq: int | None = None, last_ts_ns
 
 
 SYMPTOMS = ("leak", "stall", "torn_log")
-"""Kinds that are what something else leads to, when both show at the same event. A torn end comes after everything: it says why
-a log stops, and never why something before it went wrong."""
+"""Kinds that are what something else leads to, when both show at the same event. A torn end comes after everything: it
+says why a log stops, and never why something before it went wrong."""
 
 
 def _earliest_cause_first(finding: Finding) -> tuple[bool, int, int, int]:

@@ -1,8 +1,10 @@
 """The story of a run in numbers: requests, jobs, loads, preemptions, bytes, and the slowest of them.
 
-It counts and never judges. Memory is fixed: durations go into buckets of a twelfth of their size, and only the slowest few are
-kept whole. This file knows events and the trail.
+It counts and never judges. Memory is fixed: durations go into buckets of a twelfth of their size, and only the slowest
+few are kept whole. This file knows events and the trail.
 """
+
+# ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
 
 import heapq
 from collections import Counter
@@ -42,8 +44,7 @@ class Durations(msgspec.Struct):
         """Count one duration."""
         self.number += 1
         self.total_ns += duration_ns
-        if duration_ns > self.longest_ns:
-            self.longest_ns = duration_ns
+        self.longest_ns = max(self.longest_ns, duration_ns)
         bits = duration_ns.bit_length()
         bucket = bits * 8 + (duration_ns >> bits - 4 & 7 if bits > 4 else 0)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
@@ -134,8 +135,7 @@ class StoryTeller:
 
     def on_pin_touched(self, event: ev.PinTouched) -> None:
         pinned = self.trail.state.pinned_blocks()
-        if pinned > self.story.most_pinned_blocks:
-            self.story.most_pinned_blocks = pinned
+        self.story.most_pinned_blocks = max(self.story.most_pinned_blocks, pinned)
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
         if event.outcome == "failed":

@@ -1,11 +1,13 @@
 """What is open, and the events that led there: the memory that verdicts share during a fold.
 
-The book (`ledger.state`) holds what the scheduler needs to go on. A verdict needs more: when a rank's call to the store began,
-what raised, what the request went through. The trail keeps exactly those events, for work that is open and requests that live,
-and drops them when the work ends. So memory grows with what is open and not with the file.
+The book (`ledger.state`) holds what the scheduler needs to go on. A verdict needs more: when a rank's call to the store
+began, what raised, what the request went through. The trail keeps exactly those events, for work that is open and
+requests that live, and drops them when the work ends. So memory grows with what is open and not with the file.
 
 This file knows events and the state. It draws no conclusions.
 """
+
+# ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
 
 from typing import TypeAlias
 
@@ -109,7 +111,11 @@ class Trail:
 
     def _request(
         self,
-        event: ev.RequestScheduled | ev.RequestPreempted | ev.RequestResumed | ev.LookupAnswered | ev.LookupSuppressed
+        event: ev.RequestScheduled
+        | ev.RequestPreempted
+        | ev.RequestResumed
+        | ev.LookupAnswered
+        | ev.LookupSuppressed
         | ev.LoadRecovered,
     ) -> None:
         chain = self.requests.get(event.request)
@@ -206,9 +212,7 @@ class Trail:
 
     # --- evidence and suspicions, of jobs and loads -----------------------------------------------------------------
 
-    def _work(
-        self, event: ev.TransferStarted | ev.TransferFinished | ev.StallSuspected | ev.InvariantViolated
-    ) -> None:
+    def _work(self, event: ev.TransferStarted | ev.TransferFinished | ev.StallSuspected | ev.InvariantViolated) -> None:
         chain = self.jobs.get(event.job) if event.job >= 0 else self.loads.get(event.load)
         if chain is not None:
             chain.append(event)
@@ -235,8 +239,8 @@ class End(msgspec.Struct, frozen=True):
     """How and where a log ends.
 
     Attributes:
-        how: `closed` (there is a `log_closed`), `torn` (the writer is gone without one), `open` (the writer still writes, or
-            that cannot be told), `as_of` (the log was replayed up to a moment only).
+        how: `closed` (there is a `log_closed`), `torn` (the writer is gone without one), `live` (the writer still
+            writes), `as_of` (the log was replayed up to a moment only).
         last: the last event.
         now_mono_ns: the scheduler's monotonic clock at its last event, in nanoseconds.
         step: the scheduler's step at that event.

@@ -1,7 +1,7 @@
 """How events, times and sizes are said to an operator. Pure text; this file knows events and nothing else.
 
-Plain ASCII words that read well aloud and in a log collector. All times are UTC, because an incident's logs come from more
-than one place.
+Plain ASCII words that read well aloud and in a log collector. All times are UTC, because an incident's logs come from
+more than one place.
 """
 
 from collections.abc import Callable, Iterable
@@ -89,7 +89,7 @@ def listed(names: Iterable[object], limit: int = 6) -> str:
 
 
 def failure(code: str, raw: str, exception: str, stage: str = "") -> str:
-    """Return why something failed: `BLOCK_NOT_FOUND (raw -704), TimeoutError, at STORE_GET`; empty if nothing is known."""
+    """Return why something failed: `BLOCK_NOT_FOUND (raw -704), TimeoutError, at STORE_GET`; empty if not known."""
     parts = [f"{code} (raw {raw})" if code and raw else code or (f"raw {raw}" if raw else "")]
     parts += [exception, f"at {stage}" if stage else ""]
     return ", ".join(part for part in parts if part)
@@ -134,7 +134,9 @@ def _work(event: Any) -> str:
         return f"job {event.job}"
     if event.load >= 0:
         return f"load {event.load}"
-    return f"transfer {event.transfer}" if event.transfer else f"request {event.request}" if event.request else "the books"
+    return (
+        f"transfer {event.transfer}" if event.transfer else f"request {event.request}" if event.request else "the books"
+    )
 
 
 def _run(event: ev.RequestScheduled | ev.RequestResumed) -> str:
@@ -148,7 +150,9 @@ def _run(event: ev.RequestScheduled | ev.RequestResumed) -> str:
 def _started(event: ev.TransferStarted) -> str:
     verb = "put" if event.op == "put" else "get"
     keys = plural(len(event.keys), "key")
-    return f"{verb} {event.transfer} of {_work(event)} began: {keys}, {size(event.bytes)}, blocks {blocks(event.blocks)}"
+    return (
+        f"{verb} {event.transfer} of {_work(event)} began: {keys}, {size(event.bytes)}, blocks {blocks(event.blocks)}"
+    )
 
 
 def _finished(event: ev.TransferFinished) -> str:
@@ -165,7 +169,9 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.RequestQueued: lambda e: f"request {e.request} queued, {plural(e.prompt_tokens, 'prompt token')}",
     ev.RequestScheduled: _run,
     ev.RequestResumed: _run,
-    ev.RequestPreempted: lambda e: f"request {e.request} preempted: generation {e.generation} ended, its blocks were taken",
+    ev.RequestPreempted: lambda e: (
+        f"request {e.request} preempted: generation {e.generation} ended, its blocks were taken"
+    ),
     ev.RequestFinished: lambda e: f"{request(e.request, e.generation)} finished{': ' + e.reason if e.reason else ''}",
     ev.RequestAborted: lambda e: f"{request(e.request, e.generation)} aborted{' while ' + e.was if e.was else ''}",
     ev.JobRegistered: lambda e: (
@@ -186,7 +192,8 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
         f"{e.local_tokens:,} held locally"
     ),
     ev.LookupSuppressed: lambda e: (
-        f"{request(e.request, e.generation)} was told of no hit ({plural(e.hit_tokens, 'token')} in the store): its loads "
+        f"{request(e.request, e.generation)} was told of no hit ({plural(e.hit_tokens, 'token')} in the store): its "
+        "loads "
         f"failed {e.failures} times"
     ),
     ev.LoadPlanned: lambda e: (

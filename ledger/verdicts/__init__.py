@@ -1,15 +1,15 @@
 """What went wrong, judged from a log: one file in this folder for each kind of finding.
 
-A verdict is a class that extends `Verdict` and stands in a module of this folder whose name does not begin with `_`. Being
-there is all that registers it. It names the events it wants by its methods: `on_rank_completed(event)` is called for each
-`rank_completed` that the book accepted, so an event costs only the verdicts that asked for it. `refused(event, refusal)` is
-called for what the book did not accept. `findings(end)` is called once, at the end of the log.
+A verdict is a class that extends `Verdict` and stands in a module of this folder whose name does not begin with `_`.
+Being there is all that registers it. It names the events it wants by its methods: `on_rank_completed(event)` is called
+for each `rank_completed` that the book accepted, so an event costs only the verdicts that asked for it. `refused(event,
+refusal)` is called for what the book did not accept. `findings(end)` is called once, at the end of the log.
 
 What every verdict owes its reader:
 
 *   a healthy log has no finding; a false alarm is a fault;
-*   *proven* means that the events exclude any other reading; *suspected*, that they speak for it; *undecidable*, that a gap, a
-    missing file or a torn end hides the answer, and then `doubt` says what would decide;
+*   *proven* means that the events exclude any other reading; *suspected*, that they speak for it; *undecidable*, that a
+    gap, a missing file or a torn end hides the answer, and then `doubt` says what would decide;
 *   memory grows with what is open, not with the file.
 
 This file knows events, the state and the trail.

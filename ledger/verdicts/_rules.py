@@ -1,7 +1,7 @@
 """Which broken rule of the book is which kind of finding, and the look that all of these verdicts share.
 
-A rule is broken in a log in two ways. The engine noticed it and said so: `invariant_violated`. Or the log holds an event that
-the book does not accept: it comes from a connector that does not keep these rules, and the fold refuses it.
+A rule is broken in a log in two ways. The engine noticed it and said so: `invariant_violated`. Or the log holds an
+event that the book does not accept: it comes from a connector that does not keep these rules, and the fold refuses it.
 """
 
 from collections.abc import Iterable
@@ -16,26 +16,30 @@ from ledger.trail import End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
 
 KEPT = 200
-"""Broken rules of one verdict that are kept whole; a connector that breaks one at every step is told by its first ones."""
+"""Broken rules of one verdict that are kept; a connector that breaks one at every step is told by its first ones."""
 
-EARLY_FREE = frozenset({
-    "freed_early",
-    "settled_early",
-    "load_settled_early",
-    "send_over_early",
-    "withdrawn_late",
-    "recv_settled_early",
-})
-OVER_REPORT = frozenset({
-    "rank_reported_twice",
-    "unexpected_rank",
-    "rank_loaded_twice",
-    "rank_sent_twice",
-    "peer_settled_twice",
-    "unexpected_peer",
-    "load_failed_twice",
-    "recv_failed_twice",
-})
+EARLY_FREE = frozenset(
+    {
+        "freed_early",
+        "settled_early",
+        "load_settled_early",
+        "send_over_early",
+        "withdrawn_late",
+        "recv_settled_early",
+    }
+)
+OVER_REPORT = frozenset(
+    {
+        "rank_reported_twice",
+        "unexpected_rank",
+        "rank_loaded_twice",
+        "rank_sent_twice",
+        "peer_settled_twice",
+        "unexpected_peer",
+        "load_failed_twice",
+        "recv_failed_twice",
+    }
+)
 STALE = frozenset({"unknown_job", "unknown_load"})
 DOUBLE_FREE = frozenset({"settled_twice", "freed_other_blocks"})
 UNREPORTED = frozenset({"failure_is_sticky", "unreported_failure", "send_not_served", "loaded_from_nobody"})
@@ -43,7 +47,12 @@ LATE = frozenset({"load_already_settled", "unknown_send", "unknown_recv"})
 
 
 def kind_of_rule(rule: str, is_report: bool) -> str:
-    """Return the kind of finding that a broken rule is. `is_report`: a rank's report broke it, and no act of the scheduler."""
+    """Return the kind of finding that a broken rule is.
+
+    Args:
+        rule: the rule's stable name.
+        is_report: a rank's report broke it, and no act of the scheduler.
+    """
     if rule == "job_already_settled":
         return "over_report" if is_report else "double_free"
     for kind, rules in (
@@ -110,7 +119,9 @@ class RuleVerdict(Verdict):
         chain = trail.jobs.get(job) or trail.loads.get(load) or trail.transfer_chain(event) or []
         opened = self.state.book.jobs.get(job) or self.state.book.loads.get(load)
         blocks = opened.blocks if opened is not None else getattr(event, "blocks", ())
-        gap = next((gap for gap in trail.gaps if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)), None)
+        gap = next(
+            (gap for gap in trail.gaps if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)), None
+        )
         self.broken.append(
             Broken(
                 event=event,
@@ -123,7 +134,9 @@ class RuleVerdict(Verdict):
                 transfer=getattr(event, "transfer", ""),
                 blocks=listed(blocks),
                 began=chain[0].seq if chain else event.seq,
-                blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here" if gap else "",
+                blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
+                if gap
+                else "",
                 before=tuple(chain[-5:]),
             )
         )

@@ -21,7 +21,7 @@ class Owed(msgspec.Struct, frozen=True):
 
 
 def owed_by_an_older_job(trail: Trail, event: ev.RankCompleted) -> Owed | None:
-    """Return the oldest open job of the same request that waits for this rank although the rank's call for it has ended."""
+    """Return the oldest open job of the request that waits for this rank although the rank's call for it has ended."""
     for number, job in trail.state.book.jobs.items():
         if number >= event.job:
             break

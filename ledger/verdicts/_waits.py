@@ -1,4 +1,4 @@
-"""What is open at the end of a log: who has not answered, what each of them was last seen doing, and whether it waited too long.
+"""What is open at the end of a log: who has not answered, what each was last seen doing, and whether it took too long.
 
 Stall, leak and missing ranks are three readings of the same facts, so the facts are gathered here once. Words:
 
@@ -24,8 +24,8 @@ STALL_SUSPECT_S = 60.0
 """The engine's own default of `stall_suspect_s`: what is open for longer is no longer in flight."""
 
 REPORT_STEPS = 16
-"""Steps within which a rank's report must have come once its call has ended. Reports travel with the next step; pipelines and
-asynchronous scheduling add a few."""
+"""Steps within which a rank's report must have come once its call has ended. Reports travel with the next step;
+pipelines and asynchronous scheduling add a few."""
 
 REPORT_NS = 1_000_000_000
 """And time, in nanoseconds: steps of an idle engine take microseconds."""
@@ -109,7 +109,7 @@ def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
         return "proven", ""
     return "suspected", {
         "torn": "the log ends torn, and what the engine did next is lost; only the logs of the workers would tell",
-        "open": "the log is still being written; replay it again later",
+        "live": "the log is still being written; replay it again later",
         "as_of": "the log goes on after this moment; replay it without --until",
     }.get(end.how, "")
 
@@ -121,7 +121,8 @@ def describe(view: RankView, waited: str) -> str:
         return f"rank {view.rank} called {last.op} {last.transfer} at event {last.seq}, and the call has not returned"
     if isinstance(last, ev.TransferFinished):
         how = f"raised {last.exception}" if last.exception else f"ended {last.outcome}"
-        return f"rank {view.rank}'s {last.op} {last.transfer} {how} at event {last.seq}, and no report of {waited} followed"
+        call = f"rank {view.rank}'s {last.op} {last.transfer}"
+        return f"{call} {how} at event {last.seq}, and no report of {waited} followed"
     if view.doing == "unknown":
         return f"what rank {view.rank} did is not recorded"
     return f"nothing was seen of rank {view.rank} for {waited}"
@@ -226,7 +227,8 @@ def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
         origins = {f"rank {rank}": rank for rank in missing}
         if gap.origin in origins or gap.origin == "workers":
             return (
-                f"{words.plural(gap.dropped, 'event')} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), so what "
+                f"{words.plural(gap.dropped, 'event')} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), so "
+                "what "
                 f"{words.ranks(missing)} did is not known; the log of that worker would decide"
             )
     return ""

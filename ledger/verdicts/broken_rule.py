@@ -1,7 +1,7 @@
 """`broken_rule`: a rule of the book was broken that has no kind of its own.
 
-An id used twice, a job without ranks, the null block pinned: each is named by its rule. It is here so that nothing that the
-engine or the fold noticed is lost.
+An id used twice, a job without ranks, the null block pinned: each is named by its rule. It is here so that nothing that
+the engine or the fold noticed is lost.
 """
 
 from typing import ClassVar
@@ -13,4 +13,6 @@ class BrokenRule(RuleVerdict):
     """All broken rules that no other verdict takes."""
 
     kinds: ClassVar[tuple[str, ...]] = ("broken_rule",)
-    advice: ClassVar[str] = "The books of this engine are broken: keep the file, restart the engine, and report it with the file."
+    advice: ClassVar[str] = (
+        "The books of this engine are broken: keep the file, restart the engine, and report it with the file."
+    )

@@ -63,11 +63,25 @@ class EarlyFree(RuleVerdict):
         for number, load in book.loads.items():
             self._hit(event, given, f"load {number}", load.request, load, load.waiting, self.trail.loads[number])
         for request, recv in book.recvs.items():
-            self._hit(event, given, f"transfer {recv.transfer}", request, recv, recv.missing_ranks(), self.trail.recvs[request])
+            self._hit(
+                event,
+                given,
+                f"transfer {recv.transfer}",
+                request,
+                recv,
+                recv.missing_ranks(),
+                self.trail.recvs[request],
+            )
 
-    def _hit(  # noqa: PLR0913 - one call for two kinds of record that share no class
-        self, event: ev.BlocksReleased | ev.BlocksAllocated, given: set[tuple[int, int]], what: str, request: str,
-        opened: Load | Recv, waiting: tuple[int, ...], chain: list[ev.Event],
+    def _hit(
+        self,
+        event: ev.BlocksReleased | ev.BlocksAllocated,
+        given: set[tuple[int, int]],
+        what: str,
+        request: str,
+        opened: Load | Recv,
+        waiting: tuple[int, ...],
+        chain: list[ev.Event],
     ) -> None:
         if not waiting or what in self._told or len(self._released) >= KEPT_RELEASES:
             return
@@ -89,7 +103,8 @@ class EarlyFree(RuleVerdict):
                 kind="early_free",
                 certainty="proven",
                 title=(
-                    f"{words.plural(len(each.blocks), 'block')} of {each.what} of request {each.request} were {verb} while "
+                    f"{words.plural(len(each.blocks), 'block')} of {each.what} of request {each.request} were {verb} "
+                    "while "
                     f"{words.ranks(each.waiting)} may still write into them"
                 ),
                 since_seq=each.event.seq,

@@ -1,4 +1,4 @@
-"""`late_event`: a result came for work that was over, or twice. It must change nothing, and it is a trace of something else.
+"""`late_event`: a result came for work that was over, or twice. It must change nothing; it points to something else.
 
 A result for a load, send or recv that has settled was recorded and ignored (`report_ignored`), or the book refused it.
 """
@@ -20,7 +20,8 @@ class LateEvent(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("late_event",)
     advice: ClassVar[str] = (
-        "A late result is harmless where it is ignored. If the engine died at this moment, this result is the first suspect."
+        "A late result is harmless where it is ignored. If the engine died at this moment, this result is the first "
+        "suspect."
     )
 
     def __init__(self, trail: Trail) -> None:

@@ -1,8 +1,8 @@
 """`leak`: a store job holds GPU blocks, and nothing is going on that would ever give them back.
 
-A rank's put has failed, raised or ended, and its report did not reach the scheduler; or nothing was ever seen of the rank; or
-every rank has reported and the blocks were not freed; or a broken rule put the job into quarantine. While a call to the store
-is open it is a `stall` instead.
+A rank's put has failed, raised or ended, and its report did not reach the scheduler; or nothing was ever seen of the
+rank; or every rank has reported and the blocks were not freed; or a broken rule put the job into quarantine. While a
+call to the store is open it is a `stall` instead.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,9 @@ class Leak(Verdict):
         certain, doubt = ("proven", "") if first.quarantined else certainty(end, [first])
         told = [describe(view, f"job {first.number}") for view in first.missing]
         held = sum(count(wait.blocks) for wait in group)
-        who = f"store job {first.number}" + (f" and {words.plural(len(group) - 1, 'more job')}" if len(group) > 1 else "")
+        who = f"store job {first.number}" + (
+            f" and {words.plural(len(group) - 1, 'more job')}" if len(group) > 1 else ""
+        )
         if first.quarantined:
             why = "is quarantined after a broken rule: its blocks stay pinned for good"
         elif first.missing:
@@ -62,9 +64,11 @@ class Leak(Verdict):
         return Finding(
             kind="leak",
             certainty=certain,
-            title=f"{who} of {words.request(first.request, first.generation)} {why}; {words.plural(held, 'GPU block')} held",
+            title=(
+                f"{who} of {words.request(first.request, first.generation)} {why}; {words.plural(held, 'GPU block')} held"
+            ),
             since_seq=first.since_seq,
-            requests=tuple([*dict.fromkeys(wait.request for wait in group), *blocked]),
+            requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
             jobs=tuple(wait.number for wait in group),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
@@ -82,8 +86,12 @@ class Leak(Verdict):
         if first.quarantined:
             return "Restart the engine when it can be spared, to get the blocks back; see the broken rule above."
         if not first.missing:
-            return "Look at the engine's log at its last step: it stopped between settling the job and freeing its blocks."
+            return (
+                "Look at the engine's log at its last step: it stopped between settling the job and freeing its blocks."
+            )
         where = f"the worker log of {words.ranks(first.ranks)}"
         if failed:
-            return f"Look at {where} at that time for the exception; only a restart of the engine gives the blocks back."
+            return (
+                f"Look at {where} at that time for the exception; only a restart of the engine gives the blocks back."
+            )
         return f"Look at {where}; only a restart of the engine gives the blocks back."

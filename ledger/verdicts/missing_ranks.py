@@ -1,8 +1,8 @@
 """`missing_ranks`: the same ranks do not answer, every time.
 
-One job that misses a rank is a `leak` or a `stall`, an accident. Two or more that miss the same ranks, when those ranks have
-never answered anything in the whole log, are a system that was set up wrong: reports of these ranks do not reach the scheduler,
-or it waits for ranks that do not exist.
+One job that misses a rank is a `leak` or a `stall`, an accident. Two or more that miss the same ranks, when those ranks
+have never answered anything in the whole log, are a system that was set up wrong: reports of these ranks do not reach
+the scheduler, or it waits for ranks that do not exist.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from ledger.verdicts import Finding, Verdict, listed
 from ledger.verdicts._waits import Wait, certainty, describe, evidence, never_answered, waits
 
 KEPT_LOADS = 100
-"""Loads that vLLM counted as finished without an answer of every rank, kept for the report; the rest is only counted."""
+"""Loads that vLLM counted as finished without an answer of every rank, and that are kept for the report."""
 
 
 class MissingRanks(Verdict):
@@ -55,7 +55,12 @@ class MissingRanks(Verdict):
         jobs = [wait.number for wait in group if wait.what == "job"]
         loads = [wait.number for wait in group if wait.what == "load"]
         what = " and ".join(
-            part for part in (words.plural(len(jobs), "store job") if jobs else "", words.plural(len(loads), "load") if loads else "") if part
+            part
+            for part in (
+                words.plural(len(jobs), "store job") if jobs else "",
+                words.plural(len(loads), "load") if loads else "",
+            )
+            if part
         )
         others = sorted(self.trail.answered)
         shown = [*evidence(first), *(event for wait in group[1:3] for event in wait.chain[:1])]
@@ -74,7 +79,8 @@ class MissingRanks(Verdict):
                 f"{describe(first.missing[0], first.name)}"
             ),
             advice=(
-                "This is no accident of one transfer. Compare the ranks that the scheduler expects with those that run, and "
+                "This is no accident of one transfer. Compare the ranks that the scheduler expects with those that "
+                "run, and "
                 "see whether every worker runs the same connector and sends its reports."
             ),
             lead_seq=first.since_seq,
@@ -96,7 +102,7 @@ class MissingRanks(Verdict):
             ranks=ranks,
             evidence=tuple(event.seq for event, _ in settled[:10]),
             culprit=f"{'systematic: never' if never else 'once: not'} answered by {words.ranks(ranks)}",
-            advice="Blocks of that load may be written after they were given away; look at the worker logs of these ranks.",
+            advice="Its blocks may be written after they were given away; look at the worker logs of these ranks.",
             lead_seq=first.seq,
             doubt="" if systematic else "these ranks answer other loads, so the answer may only have been late",
             chain=tuple(words.line(event) for event, _ in settled[:10]),

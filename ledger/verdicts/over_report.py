@@ -1,8 +1,8 @@
 """`over_report`: a rank reported more than it owes: twice, for a job that is over, or without being asked.
 
-A count of answers reaches zero too early by such a report, and the blocks are freed while another rank still reads them. The
-books name ranks instead of counting, so they notice. When the second report can only belong to an older job of the same
-request, it is a `stale_completion` instead.
+A count of answers reaches zero too early by such a report, and the blocks are freed while another rank still reads
+them. The books name ranks instead of counting, so they notice. When the second report can only belong to an older job
+of the same request, it is a `stale_completion` instead.
 """
 
 from typing import ClassVar
@@ -18,7 +18,8 @@ class OverReport(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("over_report",)
     advice: ClassVar[str] = (
-        "Look at the worker log of that rank: which job did it really finish? The blocks stay pinned, which is safe; do not "
+        "Look at the worker log of that rank: which job did it really finish? The blocks stay pinned, which is safe; "
+        "do not "
         "free them by hand."
     )
 

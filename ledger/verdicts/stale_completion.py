@@ -1,7 +1,7 @@
 """`stale_completion`: a rank's report was counted for another job than the one that the rank had finished.
 
-It happens when reports are kept by request: a request is preempted with a job open, comes back and saves again, and the late
-report of the old job is taken for the new one. Proven in two ways, and silent otherwise:
+It happens when reports are kept by request: a request is preempted with a job open, comes back and saves again, and the
+late report of the old job is taken for the new one. Proven in two ways, and silent otherwise:
 
 *   the rank reports the younger job twice, and an older job of the same request, whose call has ended, gets no report;
 *   the younger job was counted as done on that rank before its own call began or ended there.
@@ -27,7 +27,8 @@ class StaleCompletion(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("stale_completion",)
     advice: ClassVar[str] = (
-        "The report names a job that this log does not know. See whether a worker outlived a restart of the engine, and "
+        "The report names a job that this log does not know. See whether a worker outlived a restart of the engine, "
+        "and "
         "whether all ranks run the same connector."
     )
 
@@ -40,7 +41,9 @@ class StaleCompletion(RuleVerdict):
         """Note a report that may be that of an older job; forget it when the older job gets its own."""
         if len(self.state.book.jobs) < 2:
             return
-        for key in [key for key, (_, owed) in self._candidates.items() if owed.job == event.job and key[1] == event.rank]:
+        for key in [
+            key for key, (_, owed) in self._candidates.items() if owed.job == event.job and key[1] == event.rank
+        ]:
             del self._candidates[key]
         if event.outcome != "stored" or len(self._candidates) >= KEPT_CANDIDATES:
             return
@@ -65,7 +68,9 @@ class StaleCompletion(RuleVerdict):
             owed = owed_by_an_older_job(self.trail, event)
             if owed is not None:
                 first = self._candidates.pop((event.job, event.rank), (None, owed))[0]
-                self._prove(event.job, event.rank, owed, first, event, f"rank {event.rank} reported job {event.job} twice")
+                self._prove(
+                    event.job, event.rank, owed, first, event, f"rank {event.rank} reported job {event.job} twice"
+                )
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each report that was given to the wrong job, and for jobs that nobody knows."""
@@ -81,7 +86,11 @@ class StaleCompletion(RuleVerdict):
             del self._candidates[event.job, event.rank]
             verb = "began" if isinstance(event, ev.TransferStarted) else "ended"
             self._prove(
-                event.job, event.rank, owed, completed, event,
+                event.job,
+                event.rank,
+                owed,
+                completed,
+                event,
                 f"job {event.job} was counted as done on rank {event.rank} before its own {event.op} {verb}",
             )
         elif isinstance(event, ev.TransferFinished):
@@ -106,7 +115,8 @@ class StaleCompletion(RuleVerdict):
                 evidence=tuple(event.seq for event in shown),
                 culprit=f"reports are not kept by job: that of job {owed.job} came late and was given to job {job}",
                 advice=(
-                    "Key reports by job id, not by request: vLLM 0.32 does (store_job_id). Restart the engine to get the "
+                    "Key reports by job id, not by request: vLLM 0.32 does (store_job_id). Restart the engine to get "
+                    "the "
                     f"blocks of job {owed.job} back."
                 ),
                 lead_seq=since.seq,

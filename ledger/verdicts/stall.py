@@ -4,8 +4,8 @@
     a job       a rank called the store, and the call has not returned; the job's blocks stay pinned meanwhile
     nothing     requests wait, nothing is open and nothing runs: the scheduler itself does not go on
 
-A job that waits although no call is open is a `leak`. Work that is open for less than `stall_suspect_s` is in flight and no
-finding.
+A job that waits although no call is open is a `leak`. Work that is open for less than `stall_suspect_s` is in flight
+and no finding.
 """
 
 from collections.abc import Iterable
@@ -50,16 +50,21 @@ class Stall(Verdict):
         waited = f"load {first.number}" if first.what == "load" else f"job {first.number}"
         told = [describe(view, waited) for view in first.missing]
         behind = [
-            wait.number for wait in opened if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
+            wait.number
+            for wait in opened
+            if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
         ]
         more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
         if first.what == "load":
             title = (
-                f"{words.request(first.request, first.generation)} waits for remote KV: load {first.number}{more} has been open "
+                f"{words.request(first.request, first.generation)} waits for remote KV: load {first.number}{more} has "
+                "been open "
                 f"for {words.span(first.open_ns)}"
             )
         else:
-            title = f"store job {first.number}{more} of {words.request(first.request, first.generation)} has been open for "
+            title = (
+                f"store job {first.number}{more} of {words.request(first.request, first.generation)} has been open for "
+            )
             title += words.span(first.open_ns)
         if not first.registered:
             title += ", and was never given to the workers"
@@ -77,7 +82,7 @@ class Stall(Verdict):
             certainty=certain,
             title=title,
             since_seq=first.since_seq,
-            requests=tuple([*holding, *blocked]),
+            requests=(*holding, *blocked),
             jobs=tuple([wait.number for wait in group if wait.what == "job"] + behind),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
@@ -93,10 +98,13 @@ class Stall(Verdict):
     def _advice(first: Wait, in_call: bool) -> str:
         ranks = words.ranks(first.ranks)
         if not first.registered:
-            return f"Look at the scheduler's log at event {first.since_seq}: the load was planned in a step that did not run."
+            return (
+                f"Look at the engine's log at event {first.since_seq}: the load was planned in a step that did not run."
+            )
         if in_call:
             return (
-                f"Take a stack of the worker of {ranks} (py-spy dump), and look at the store's master and the host of its "
+                f"Take a stack of the worker of {ranks} (py-spy dump), and look at the store's master and the host of "
+                "its "
                 "segments; a call that never returns is a peer that is gone. The blocks come back only with the answer."
             )
         return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
@@ -117,17 +125,17 @@ class Stall(Verdict):
             kind="stall",
             certainty="suspected",
             title=(
-                f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load or pin is open: "
-                f"the scheduler itself has not gone on for {words.span(end.now_mono_ns - max(e.mono_ns for e in newest.values()))}"
+                f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load or pin "
+                "is open: "
+                "the scheduler itself has not gone on for "
+                f"{words.span(end.now_mono_ns - max(e.mono_ns for e in newest.values()))}"
             ),
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
             evidence=tuple(event.seq for event in shown),
             culprit="the engine's scheduler; the connector holds nothing that it could wait for",
-            advice="Take a stack of the engine process (py-spy dump); see whether it is paused, asleep, or out of blocks.",
+            advice="Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
             doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
             chain=tuple(words.line(event) for event in shown),
         )
-
-

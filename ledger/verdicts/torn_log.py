@@ -1,7 +1,7 @@
-"""`torn_log`: the log has no `log_closed`, or the engine closed it because of an error. The last events are the evidence.
+"""`torn_log`: the log has no `log_closed`, or it was closed because of an error. The last events are the evidence.
 
-A log that is still being written is no incident. Whether its writer lives is a fact about the file, and the reader of the file
-says so (`End.how`).
+A log that is still being written is no incident. Whether its writer lives is a fact about the file, and the reader of
+the file says so (`End.how`).
 """
 
 from collections import deque
@@ -16,8 +16,6 @@ from ledger.verdicts import Finding, Verdict
 
 FLUSH_INTERVAL_MS = 50
 """The engine's own default of `flush_interval_ms`."""
-
-
 
 
 class TornLog(Verdict):
@@ -54,14 +52,16 @@ class TornLog(Verdict):
             title = f"the engine stopped because of an error: {closed.exception or 'no type was recorded'}"
             lost = "the log itself is whole"
         else:
-            title = f"the log ends torn after event {end.last.seq} at {words.clock(end.last.ts_ns)}: the engine did not close it"
+            title = f"the log ends torn after event {end.last.seq} at {words.clock(end.last.ts_ns)}: nobody closed it"
             lost = f"what the engine did in its last {flush_ms:g} ms may not have reached the file"
         culprit = "the engine process: killed, or ended without shutting down"
         if near:
             culprit = f"just before the end: {near[-1][1]} (event {near[-1][0].seq})"
         elif closed is not None:
             culprit = f"the engine process; {closed.exception or 'the error'} stands in its log"
-        shown = sorted({event.seq: event for event in [*(event for event, _ in near), *end.tail]}.values(), key=lambda e: e.seq)
+        shown = sorted(
+            {event.seq: event for event in [*(event for event, _ in near), *end.tail]}.values(), key=lambda e: e.seq
+        )
         yield Finding(
             kind="torn_log",
             certainty="proven",

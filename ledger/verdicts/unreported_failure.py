@@ -25,7 +25,8 @@ class UnreportedFailure(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("unreported_failure",)
     advice: ClassVar[str] = (
-        "The request went on with KV that did not arrive, or waits for ever. Do not trust its output; look at the worker log "
+        "The request went on with KV that did not arrive, or waits for ever. Do not trust its output; look at the "
+        "worker log "
         "of that rank for the error."
     )
 
@@ -66,7 +67,8 @@ class UnreportedFailure(RuleVerdict):
             kind="unreported_failure",
             certainty="proven",
             title=(
-                f"rank {answer.rank} answered that load {answer.load} of request {request} went well, although its last get "
+                f"rank {answer.rank} answered that load {answer.load} of request {request} went well, although its "
+                "last get "
                 f"ended {call.outcome}{': ' + why if why else ''}"
             ),
             since_seq=call.seq,
@@ -93,7 +95,8 @@ class UnreportedFailure(RuleVerdict):
                 kind="unreported_failure",
                 certainty=certain,
                 title=(
-                    f"rank {view.rank}'s get for load {wait.number} of {words.request(wait.request, wait.generation)} ended "
+                    f"rank {view.rank}'s get for load {wait.number} of {words.request(wait.request, wait.generation)} "
+                    "ended "
                     f"{call.outcome}{': ' + why if why else ''}, and the scheduler was never told"
                 ),
                 since_seq=call.seq,

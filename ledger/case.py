@@ -1,0 +1,273 @@
+"""A case: one or more log files, replayed together, as far as a moment, with an eye on one request, job or block.
+
+Every question of the command line that reads files goes through here. This file knows the reader and the fold; it
+prints nothing.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ledger import events as ev
+from ledger.blocks import Blocks
+from ledger.reader import LogFile, open_log
+from ledger.replay import Replay, Result, until
+from ledger.state import State
+from ledger.verdicts import Finding
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """A place in a log or a time, as a user names it: `1200`, `14:03:05.5`, `2026-01-31T14:03:05Z`, `+90s`."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        """Refuse what names no moment.
+
+        Raises:
+            ValueError: one line that says what can be written.
+        """
+        if not _SEQ.fullmatch(self.text) and not _OFFSET.fullmatch(self.text) and self._time(datetime.now(UTC)) is None:
+            raise ValueError(
+                f"'{self.text}' is no moment: write the number of an event, a UTC time (14:03:05 or "
+                "2026-01-31T14:03:05), or a "
+                "time from the start (+90s)"
+            )
+
+    @property
+    def seq(self) -> int | None:
+        """The place in the log, if that is what was named."""
+        return int(self.text) if _SEQ.fullmatch(self.text) else None
+
+    def ts_ns(self, first_ts_ns: int) -> int | None:
+        """Return the time in nanoseconds, for a log that begins at `first_ts_ns`; None if a place was named."""
+        if self.seq is not None:
+            return None
+        offset = _OFFSET.fullmatch(self.text)
+        if offset:
+            return first_ts_ns + int(float(offset[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[offset[2]] * 1e9)
+        first = datetime.fromtimestamp(first_ts_ns / 1e9, UTC)
+        time = self._time(first)
+        if time is None:
+            return None
+        if len(self.text) <= _LONGEST_TIME_OF_DAY and time < first - timedelta(hours=12):
+            time += timedelta(days=1)  # the log goes past midnight
+        ts_ns = int(time.timestamp()) * 1_000_000_000 + time.microsecond * 1000
+        # A moment is printed in milliseconds, so it means the whole of that millisecond.
+        return ts_ns + 999_999
+
+    def _time(self, day: datetime) -> datetime | None:
+        text = self.text
+        try:
+            if _TIME_OF_DAY.fullmatch(text):
+                return datetime.fromisoformat(f"{day.date().isoformat()}T{text.rstrip('Z')}").replace(tzinfo=UTC)
+            time = datetime.fromisoformat(text)
+        except ValueError:
+            return None
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+
+
+_SEQ = re.compile(r"\d+")
+_OFFSET = re.compile(r"\+(\d+(?:\.\d+)?)([smh]?)")
+_TIME_OF_DAY = re.compile(r"\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
+_LONGEST_TIME_OF_DAY = len("14:03:05.123456789Z")
+
+
+class Interest(msgspec.Struct, frozen=True):
+    """What a replay is narrowed to. Several are joined by `and`; none is everything."""
+
+    request: str | None = None
+    job: int | None = None
+    block: tuple[int, int] | None = None
+
+    def __bool__(self) -> bool:
+        return self.request is not None or self.job is not None or self.block is not None
+
+    def concerns(self, finding: Finding) -> bool:
+        """Return whether a finding names everything that is of interest."""
+        return (
+            (self.request is None or self.request in finding.requests)
+            and (self.job is None or self.job in finding.jobs)
+            and (self.block is None or self.block in finding.blocks)
+        )
+
+
+class Watch:
+    """Collects the events that concern an interest: the life of a request, a job or a block.
+
+    Attributes:
+        events: what was collected, in the order of the log.
+    """
+
+    def __init__(self, interest: Interest) -> None:
+        self.events: list[ev.AnyEvent] = []
+        self._interest = interest
+        self._jobs: set[int] = set() if interest.job is None else {interest.job}
+        self._loads: set[int] = set()
+        self._of_job = ""
+
+    def look(self, chunk: Sequence[ev.AnyEvent]) -> None:
+        """Collect from some events in a row."""
+        self.events.extend([event for event in chunk if self._concerns(event)])
+
+    def _concerns(self, event: ev.AnyEvent) -> bool:
+        interest = self._interest
+        return (
+            (interest.request is None or self._of_request(event, interest.request))
+            and (interest.job is None or self._of_this_job(event, interest.job))
+            and (interest.block is None or self._of_block(event, interest.block))
+        )
+
+    def _of_request(self, event: ev.AnyEvent, request: str) -> bool:
+        if getattr(event, "request", None) == request:
+            if isinstance(event, ev.JobRegistered):
+                self._jobs.add(event.job)
+            elif isinstance(event, ev.LoadPlanned):
+                self._loads.add(event.load)
+            return True
+        return getattr(event, "job", -1) in self._jobs or getattr(event, "load", -1) in self._loads
+
+    def _of_this_job(self, event: ev.AnyEvent, job: int) -> bool:
+        if getattr(event, "job", -1) == job:
+            if isinstance(event, ev.JobRegistered):
+                self._of_job = event.request
+            return True
+        # What happened to its request meanwhile is part of its story, other jobs and loads of it are not.
+        return (
+            bool(self._of_job) and getattr(event, "request", "") == self._of_job and isinstance(event, _REQUEST_KINDS)
+        )
+
+    def _of_block(self, event: ev.AnyEvent, block: tuple[int, int]) -> bool:
+        blocks = getattr(event, "blocks", None)
+        if blocks and names(blocks, block):
+            self._jobs.add(getattr(event, "job", -1))
+            self._loads.add(getattr(event, "load", -1))
+            return True
+        job, load = getattr(event, "job", -1), getattr(event, "load", -1)
+        return (job >= 0 and job in self._jobs) or (load >= 0 and load in self._loads)
+
+
+_REQUEST_KINDS = (ev.RequestPreempted, ev.RequestResumed, ev.RequestFinished, ev.RequestAborted)
+
+
+def names(blocks: Blocks, block: tuple[int, int]) -> bool:
+    """Return whether `blocks` names that `(group, block)`."""
+    group, number = block
+    return any(
+        min(first, last) <= number <= max(first, last) for each, runs in blocks if each == group for first, last in runs
+    )
+
+
+class LogResult(msgspec.Struct):
+    """One log of a case.
+
+    Attributes:
+        path: the file, as it was named.
+        events_of_interest: what was collected for the case's interest.
+    """
+
+    path: Path
+    sealed: bool
+    meta: dict[str, str]
+    result: Result
+    events_of_interest: list[ev.AnyEvent] = []
+
+
+class Case(msgspec.Struct):
+    """The logs of a case and what they say together.
+
+    Attributes:
+        findings: index of the log and finding, earliest cause first.
+    """
+
+    logs: list[LogResult]
+    interest: Interest
+    findings: list[tuple[int, Finding]]
+
+
+Progress = Callable[[Path, int, int], None]
+"""Told the file, the events done and the events in all."""
+
+
+def replay_files(
+    paths: Sequence[Path],
+    *,
+    moment: Moment | None = None,
+    interest: Interest | None = None,
+    progress: Progress | None = None,
+) -> Case:
+    """Return what the logs in `paths` say.
+
+    Args:
+        moment: replay as far as that, in each log.
+        interest: keep the findings and the events that concern it.
+        progress: told now and then how far it is.
+
+    Raises:
+        LedgerFileError: a file cannot be read.
+    """
+    wanted = interest or Interest()
+    logs = [_replay_file(path, moment, wanted, progress) for path in paths]
+    found = [(index, finding) for index, log in enumerate(logs) for finding in log.result.findings]
+    return Case(logs, wanted, [each for each in found if wanted.concerns(each[1])])
+
+
+def read(log: LogFile, moment: Moment | None) -> Iterator[ev.AnyEvent]:
+    """Yield the events of an open log as far as a moment."""
+    if moment is None:
+        return log.events()
+    if moment.seq is not None:
+        return log.events(until_seq=moment.seq)
+    first = next(log.events(until_seq=log.first_seq), None)
+    return until(log.events(), last_ts_ns=moment.ts_ns(first.ts_ns) if first is not None else None)
+
+
+def _replay_file(path: Path, moment: Moment | None, interest: Interest, progress: Progress | None) -> LogResult:
+    with open_log(path) as log:
+        watch = Watch(interest) if interest else None
+        replay = Replay(watch=_watcher(path, log.last_seq, watch, progress))
+        # How the log ends is asked first: a log that is closed while it is read is then read to that end all the same.
+        ending = log.end
+        replay.feed(read(log, moment))
+        last_seq = replay.last_seq
+        result = replay.result("as_of" if moment is not None and last_seq < log.last_seq else ending)
+        return LogResult(path, log.sealed, log.meta, result, watch.events if watch else [])
+
+
+def _watcher(path: Path, total: int, watch: Watch | None, progress: Progress | None) -> Any:
+    if watch is None and progress is None:
+        return None
+
+    def look(chunk: list[ev.AnyEvent]) -> None:
+        if watch is not None:
+            watch.look(chunk)
+        if progress is not None:
+            progress(path, chunk[-1].seq, total)
+
+    return look
+
+
+def state_at(path: Path, moment: Moment | None = None) -> tuple[State, ev.AnyEvent | None]:
+    """Return the book of a log as it was at a moment, and the last event before it.
+
+    Raises:
+        LedgerFileError: the file cannot be read.
+    """
+    with open_log(path) as log:
+        result = Replay(verdicts=()).feed(read(log, moment)).result()
+    return result.state, result.last
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the events of a log as lines of JSON, as they are stored, some thousands at a time.
+
+    Raises:
+        LedgerFileError: the file cannot be read.
+    """
+    with open_log(path) as log:
+        for page in log.pages():
+            yield b"\n".join([data for _, data in page.rows]) + b"\n"

@@ -1,0 +1,341 @@
+"""The command line: parses, calls the library, prints. Whatever a command does, a function of the library does it.
+
+Exit status: 0 nothing wrong, 1 findings, 2 wrong usage, 3 a file cannot be read. Errors are one line on stderr, and
+never a traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import click
+
+from ledger import __version__
+from ledger.case import Interest, Moment, Progress
+from ledger.errors import LedgerError, LedgerFileError, LedgerNotWritable
+
+OK, FOUND, USAGE, UNREADABLE = 0, 1, 2, 3
+INTERRUPTED = 130
+"""What a shell gives for a program that ended by SIGINT."""
+
+FOLLOW_INTERVAL_S = 0.2
+"""Time between two looks at a live log: a person does not see it, and the engine's disk does not feel it."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class MomentType(click.ParamType[Moment]):
+    """A place in the log or a time."""
+
+    name = "SEQ|TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
+        """Return the moment that `value` names."""
+        if isinstance(value, Moment):
+            return value
+        try:
+            return Moment(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class BlockType(click.ParamType[tuple[int, int]]):
+    """A block, as its group and number."""
+
+    name = "G:B"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Return the `(group, block)` that `value` names; a number alone is a block of group 0."""
+        group, colon, block = str(value).rpartition(":")
+        try:
+            return int(group) if colon else 0, int(block)
+        except ValueError:
+            self.fail(f"'{value}' is no block: write its group and number, e.g. 0:17", param, ctx)
+
+
+FILE = click.Path(path_type=Path)
+"""A path as it is typed: the library says what is wrong with it, and with which status."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.version_option(__version__, prog_name="kvledger", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Read the audit logs of vLLM's Mooncake connectors, and say what went wrong.
+
+    Exit status: 0 nothing wrong, 1 findings, 2 wrong usage, 3 a file cannot be read.
+    """
+
+
+@cli.command()
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as data.")
+@click.option("--until", "moment", type=MomentType(), help="Replay as far as that event or UTC time.")
+@click.option("--request", help="Only what concerns this request, with its time line.")
+@click.option("--job", type=int, help="Only what concerns this store job, with its time line.")
+@click.option("--block", type=BlockType(), help="Only what concerns this block, with its time line.")
+@click.option("--check", is_flag=True, help="Compare the fold with each digest that the engine recorded.")
+def replay(
+    files: tuple[Path, ...],
+    as_json: bool,
+    moment: Moment | None,
+    request: str | None,
+    job: int | None,
+    block: tuple[int, int] | None,
+    check: bool,
+) -> int:
+    """Say what happened: the log, what went wrong, what is open, the run in numbers.
+
+    Several FILES are the logs of one incident, e.g. of a prefill and a decode engine.
+    """
+    from ledger import report
+    from ledger.case import replay_files
+
+    interest = Interest(request, job, block)
+    with _progress() as progress:
+        case = replay_files(files, moment=moment, interest=interest, progress=progress)
+    if as_json:
+        _print_json(report.data(case))
+    else:
+        _print(report.text(case, check=check))
+    differs = check and any(log.result.mismatch is not None for log in case.logs)
+    return FOUND if case.findings or differs else OK
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+@click.option("--at", "moment", type=MomentType(), help="The event or UTC time; the end of the log if not given.")
+@click.option("--json", "as_json", is_flag=True, help="Print the book as data.")
+def state(file: Path, moment: Moment | None, as_json: bool) -> int:
+    """Print the book as it was at a moment: requests, jobs, loads, transfers, pins."""
+    from ledger import report
+    from ledger.case import state_at
+
+    book, last = state_at(file, moment)
+    if as_json:
+        _write(book.encode().decode() + "\n")
+    else:
+        _print(report.state_lines(book, last))
+    return OK
+
+
+@cli.command()
+@click.argument("source", type=FILE)
+@click.argument("target", type=FILE)
+def seal(source: Path, target: Path) -> int:
+    """Make the incident file TARGET of the log SOURCE: live, closed or torn.
+
+    SOURCE is not changed, and TARGET is never overwritten.
+    """
+    from ledger import words
+    from ledger.seal import seal as make
+
+    made = make(source, target)
+    _print(
+        [
+            f"{made.target}: {words.plural(made.events, 'event')}, {words.size(made.size_bytes)}; it was {made.end}",
+            f"digest {made.chain_head}",
+            "Keep the digest elsewhere: it proves later that the file was not changed.",
+        ]
+    )
+    return OK
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+def verify(file: Path) -> int:
+    """Check that an incident file holds what was sealed."""
+    from ledger import words
+    from ledger.seal import verify as check
+
+    checked = check(file)
+    what = "sealed" if checked.sealed else "not sealed, so that only holes and columns could be checked"
+    lines = [f"{file}: {words.plural(checked.events, 'event')}, {what}", f"digest {checked.chain_head}"]
+    lines += [f"event {each.seq}: {each.detail}" if each.seq else each.detail for each in checked.problems]
+    if checked.problem_count > len(checked.problems):
+        lines.append(f"and {checked.problem_count - len(checked.problems)} more problems")
+    lines.append("nothing wrong was found" if checked.ok else f"{words.plural(checked.problem_count, 'problem')} found")
+    _print(lines)
+    return OK if checked.ok else FOUND
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+@click.option("-o", "--output", type=FILE, help="Write to this file instead of stdout; it must not exist.")
+def export(file: Path, output: Path | None) -> int:
+    """Print every event as one line of JSON, as it is stored."""
+    from ledger.case import lines_of
+
+    if output is None:
+        for lines in lines_of(file):
+            sys.stdout.buffer.write(lines)
+        sys.stdout.buffer.flush()
+        return OK
+    pages = lines_of(file)
+    first = next(pages, b"")  # a file that cannot be read leaves no empty one behind
+    try:
+        with output.open("xb") as target:
+            target.write(first)
+            target.writelines(pages)
+    except FileExistsError:
+        raise LedgerNotWritable(f"{output} exists, and evidence is never overwritten. Choose another name.") from None
+    except OSError as error:
+        raise LedgerNotWritable(f"{output} cannot be written: {error.strerror}.") from error
+    return OK
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+@click.option(
+    "-n", "--events", "number", type=click.IntRange(0), default=20, show_default=True, help="How many to show."
+)
+@click.option("-f", "--follow", is_flag=True, help="Go on showing what a live log gets, until it ends.")
+def tail(file: Path, number: int, follow: bool) -> int:
+    """Print the last events of a log, one line each."""
+    from ledger import words
+    from ledger.reader import open_log
+
+    with open_log(file) as log:
+        last = log.last_seq
+        after = max(last - number, 0)
+        while True:
+            live = log.end == "live"  # asked before reading, so that what the engine wrote last is still read
+            for event in log.events(after_seq=after):
+                _write(words.line(event) + "\n")
+                after = event.seq
+            if not follow or not live:
+                return OK
+            sys.stdout.flush()
+            time.sleep(FOLLOW_INTERVAL_S)
+
+
+@cli.command()
+def demo() -> int:
+    """Replay a recorded incident that ships with kvledger."""
+    from ledger import report
+    from ledger.case import replay_files
+    from ledger.demo import incidents
+
+    files = incidents()
+    if not files:
+        raise LedgerFileError(
+            "no recorded incident ships with this kvledger. Name a log of yours: kvledger replay FILE"
+        )
+    for file in files:
+        case = replay_files([file])
+        _print([f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case), "", "Type next:"])
+        job = next((job for _, finding in case.findings for job in finding.jobs), None)
+        narrowed = f" --job {job}" if job is not None else ""
+        _print([f"  kvledger replay {_shown(file)}{narrowed}", f"  kvledger browse {_shown(file)}", ""])
+    return OK
+
+
+# --- the edges --------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the command line and end the process with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its status. Every error is one line on stderr."""
+    try:
+        status = cli.main(arguments, prog_name="kvledger", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else OK
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        sys.stderr.write(error.format_message() + "\n")
+        return USAGE
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "kvledger"
+        return _complain(f"{error.format_message().rstrip('.')}. See {command} --help.", USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        return _complain("interrupted", INTERRUPTED)
+    except LedgerFileError as error:
+        return _complain(str(error), UNREADABLE)
+    except LedgerError as error:
+        return _complain(str(error), USAGE)
+    except BrokenPipeError:
+        return _reader_is_gone()
+    except Exception as error:
+        if os.environ.get("KVLEDGER_TRACEBACK"):
+            raise
+        return _complain(
+            f"this is a fault of kvledger: {type(error).__name__}: {error}. Report it, with what KVLEDGER_TRACEBACK=1 "
+            "shows.",
+            UNREADABLE,
+        )
+
+
+def _complain(message: str, status: int) -> int:
+    with contextlib.suppress(OSError):
+        line = " ".join(message.split())
+        sys.stderr.write(f"kvledger: {line}\n")
+    return status
+
+
+def _reader_is_gone() -> int:
+    """Whoever read our output has seen enough: no fault, and nothing more may be written on the way out."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OK
+
+
+def _write(text: str, stream: IO[str] | None = None) -> None:
+    (stream or sys.stdout).write(text)
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print a report: headings stand out on a terminal, and are plain text everywhere else."""
+    if not sys.stdout.isatty():
+        for line in lines:
+            _write(line + "\n")
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, style="bold" if line and not line.startswith(" ") else None)
+
+
+def _print_json(data: Any) -> None:
+    import msgspec
+
+    _write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+
+
+def _shown(path: Path) -> str:
+    """Return a path as short as it can be typed from here."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+@contextlib.contextmanager
+def _progress() -> Generator[Progress | None]:
+    """Give something to tell progress to: a line on a terminal, nothing when piped."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[Path, Any] = {}
+
+        def tell(path: Path, done: int, total: int) -> None:
+            if path not in tasks:
+                tasks[path] = bar.add_task(path.name, total=total)
+            bar.update(tasks[path], completed=done)
+
+        yield tell
+
+
+if __name__ == "__main__":
+    main()
