@@ -16,6 +16,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import event
 
 from ledger import sqlite
 from ledger.errors import FileNewer
@@ -58,7 +59,7 @@ def connect(path: Path) -> sa.Engine:
     def begin_immediate(connection: sa.Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
-    sa.event.listen(engine, "begin", begin_immediate)
+    event.listen(engine, "begin", begin_immediate)
     return engine
 
 

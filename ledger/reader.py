@@ -1,11 +1,12 @@
 """Reads a log: a live one, a closed one, a torn one, a sealed one. Reading changes no file and leaves none behind.
 
-Whatever is wrong with a file is one of `ledger.errors`, in one line that says what to do. Old versions of an event are lifted
-here, one step at a time, when they are read; stored rows stay as they are.
+Whatever is wrong with a file is one of `ledger.errors`, in one line that says what to do. Old versions of an event are
+lifted here, one step at a time, when they are read; stored rows stay as they are.
 
 This file knows events and `ledger.sqlite`.
 """
 
+import os
 import shutil
 import sqlite3
 import tempfile
@@ -21,13 +22,18 @@ from ledger import sqlite
 from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, NotALedger
 
 PAGE_EVENTS = 2_000
-"""Events read at a time, each page in a read transaction of its own: a long one would let a live log's -wal grow."""
+"""Events read at a time, each page in a read transaction of its own: a long one makes a live log's `-wal` grow."""
 
 End: TypeAlias = Literal["closed", "torn", "live"]
-"""How a log ends: with `log_closed`, without it, or not yet: an engine writes it."""
+"""How a log ends: with `log_closed`, without it, or not yet, because an engine writes it."""
 
-UPCASTERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""By the name of an old version, e.g. `load_failed` once `load_failed@2` exists: lifts an event by one version."""
+Upcaster: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+
+UPCASTERS: dict[str, Upcaster] = {}
+"""By the tag of an old version: lifts the fields of an event, its tag among them, by one version.
+
+When `load_failed` becomes `load_failed@2`, the step that lifts the old shape stands here under `load_failed`.
+"""
 
 
 def open_log(path: Path | str, *, tolerate: bool = False) -> "LogFile":
@@ -58,7 +64,7 @@ class LogFile:
         meta: who wrote it.
         revisions: its schema.
         sealed: whether it is an incident file.
-        damage: what could not be read of it, when damage is tolerated.
+        damage: what could not be read of it, one line each, when damage is tolerated.
     """
 
     def __init__(self, path: Path, *, tolerate: bool = False) -> None:
@@ -72,9 +78,9 @@ class LogFile:
         try:
             self._check_owner()
             self.revisions = self._check_revisions()
-            self.meta = dict(self._rows("SELECT key, value FROM meta"))
+            self.meta: dict[str, str] = dict(self._rows("SELECT key, value FROM meta"))
             self.sealed = any(revision in sqlite.SEALED_REVISIONS for revision in self.revisions)
-            self._check_whole()
+            self._check_ends()
         except BaseException:
             self.close()
             raise
@@ -109,17 +115,26 @@ class LogFile:
     @property
     def end(self) -> End:
         """How the log ends: `closed`, `torn`, or `live`. For a sealed file: how it ended when it was sealed."""
-        rows = self._rows("SELECT kind FROM events ORDER BY seq DESC LIMIT 1")
-        if rows and rows[0][0] == "log_closed":
+        live = sqlite.is_live(self._file)  # asked first: a log that is closed meanwhile must not look torn
+        self._follow()
+        if self._rows("SELECT kind FROM events ORDER BY seq DESC LIMIT 1") == [("log_closed",)]:
             return "closed"
         if self.sealed:
             return "live" if self._rows('SELECT "end" FROM seal') == [("live",)] else "torn"
-        return "live" if sqlite.is_live(self._file) else "torn"
+        return "live" if live else "torn"
 
     @property
     def held_back_ms(self) -> int:
         """How many milliseconds of events the writer of a torn log may have held in memory when it was killed."""
         return int(self.meta.get("flush_interval_ms", "0"))
+
+    @property
+    def lacks_wal(self) -> bool:
+        """Whether a torn log was copied without its `-wal`, and so without its newest events.
+
+        A killed engine leaves its `-wal` behind; only a log that was closed has none.
+        """
+        return not self.sealed and self._immutable and self.end == "torn"
 
     # --- its events ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +143,7 @@ class LogFile:
     ) -> Iterator[ev.AnyEvent]:
         """Yield the events after `after_seq` up to `until_seq`, both places in the log, in order.
 
-        Of a live log, yields what is there when the end is reached.
+        Of a live log, yields what is there when the end is reached; a later call goes on from there.
 
         Raises:
             FileCorrupt: an event is missing or cannot be read, and damage is not tolerated.
@@ -139,23 +154,16 @@ class LogFile:
 
     def pages(
         self, after_seq: int = 0, until_seq: int | None = None, *, tolerate: bool | None = None
-    ) -> Iterator["Page"]:
+    ) -> Iterator[Page]:
         """Yield the same events as `events`, a page at a time, each with its line as it is stored."""
         tolerate = self._tolerate if tolerate is None else tolerate
-        after, last = after_seq, until_seq if until_seq is not None else 2**63 - 1
+        after, last = after_seq, until_seq if until_seq is not None else _LAST_PLACE
         while after < last:
-            try:
-                rows = self._rows_of_page(after, last)
-            except sqlite3.Error as error:
-                problem = self._unreadable(error, after + 1)
-                if not tolerate:
-                    raise problem from error
-                self.damage.append(str(problem))
-                return
+            rows = self._read_page(after, last, tolerate=tolerate)
             if not rows:
                 return
-            page = Page(rows, self._decode(rows))
-            self._check_order(after, page, tolerate=tolerate)
+            page = self._decode(rows, tolerate=tolerate)
+            self._check_order(after, rows, page.events, tolerate=tolerate)
             after = rows[-1][0]
             yield page
 
@@ -168,63 +176,120 @@ class LogFile:
         try:
             yield from self._connection.execute(sql)
         except sqlite3.Error as error:
-            raise self._unreadable(error, 1) from error
+            raise self._unreadable(error) from error
 
     def copy(self, target: Path) -> None:
         """Copy the log as it is now into a new file, without a write-ahead log. A live one goes on meanwhile.
 
         Raises:
-            sqlite3.Error: the target cannot be written, or the log cannot be read.
+            FileCorrupt: the log is damaged.
+            sqlite3.Error: the target cannot be written.
         """
         copy = sqlite3.connect(target, isolation_level=None)
         try:
             # All pages in one step: a backup in several starts anew whenever the log grows.
             self._connection.backup(copy, pages=-1)
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
+        except sqlite3.Error as error:
+            if error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
+                raise self._unreadable(error) from error
+            raise
         finally:
             copy.close()
 
-    def _rows_of_page(self, after_seq: int, last: int) -> list[tuple[int, bytes]]:
+    def _read_page(self, after: int, last: int, *, tolerate: bool) -> list[tuple[int, bytes]]:
         self._follow()
-        return self._connection.execute(
-            "SELECT seq, data FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?", (after_seq, last, PAGE_EVENTS)
-        ).fetchall()
-
-    def _decode(self, page: list[tuple[int, bytes]]) -> list[ev.AnyEvent]:
         try:
-            return _PAGE_DECODER.decode(b"[" + b",".join([data for _, data in page]) + b"]")
+            return self._connection.execute(_PAGE, (after, last, PAGE_EVENTS)).fetchall()
+        except sqlite3.Error as error:
+            if not tolerate:
+                raise self._unreadable(error) from error
+        return self._read_around_damage(after, last)
+
+    def _read_around_damage(self, after: int, last: int) -> list[tuple[int, bytes]]:
+        """Return the events before the next damage, or else some that come after it; nothing if there are none."""
+        rows: list[tuple[int, bytes]] = []
+        start: int | None = after
+        while start is not None:
+            try:
+                for row in self._connection.execute(_PAGE, (start, last, PAGE_EVENTS)):
+                    rows.append(row)  # noqa: PERF402 - those before the error are kept
+            except sqlite3.Error as error:
+                if rows:
+                    return rows
+                self.damage.append(f"{self.path}: event {start + 1} cannot be read: {error}.")
+                start = self._beyond_damage(start)
+            else:
+                return rows
+        return rows
+
+    def _beyond_damage(self, after: int) -> int | None:
+        """Return a place after which there is an event that can be read, a little further than needed at the most."""
+        step = 1
+        while after + step < _LAST_PLACE:
+            try:
+                found = self._connection.execute(_PAGE, (after + step, _LAST_PLACE, 1)).fetchone()
+            except sqlite3.Error:
+                step *= 2
+            else:
+                return None if found is None else after + step
+        return None
+
+    def _decode(self, rows: list[tuple[int, bytes]], *, tolerate: bool) -> Page:
+        try:
+            # One call for a page: a call for each event would cost as much again as the events.
+            return Page(rows, _PAGE_DECODER.decode(b"[" + b",".join([data for _, data in rows]) + b"]"))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return [self._decode_one(seq, data) for seq, data in page]
+            pass
+        page = Page([], [])
+        for seq, data in rows:
+            try:
+                event = self._decode_one(seq, data)
+            except FileCorrupt as problem:
+                if not tolerate:
+                    raise
+                self.damage.append(str(problem))
+            else:
+                page.rows.append((seq, data))
+                page.events.append(event)
+        return page
 
     def _decode_one(self, seq: int, data: bytes) -> ev.AnyEvent:
         try:
-            try:
-                return _DECODER.decode(data)
-            except msgspec.ValidationError:
-                fields = msgspec.json.decode(data, type=dict[str, Any])
-                kind = fields.get("kind")
-                if kind in ev.KINDS:
-                    raise
-                while kind in UPCASTERS:
-                    fields = UPCASTERS[kind](fields)
-                    kind = fields.get("kind")
-                if kind not in ev.KINDS:
-                    raise FileNewer(
-                        f"{self.path}: event {seq} is a '{kind}', which this kvledger does not know. Upgrade kvledger."
-                    ) from None
-                return msgspec.convert(fields, ev.AnyEvent)
+            fields = _FIELDS_DECODER.decode(data)
+            tag = fields.get("kind")
+            while tag in UPCASTERS:
+                fields = UPCASTERS[tag](fields)
+                tag = fields.get("kind")
+            if isinstance(tag, str) and tag not in ev.KINDS:
+                raise FileNewer(f"{self.path}: event {seq} is a '{tag}', which this kvledger does not know. {_UPGRADE}")
+            return _DECODER.decode(msgspec.json.encode(fields))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FileCorrupt(f"{self.path}: event {seq} cannot be read ({error}). {_COPY_AGAIN}") from error
+            raise FileCorrupt(f"{self.path}: event {seq} cannot be read: {error}. {_COPY_AGAIN}") from error
 
-    def _check_order(self, after: int, page: "Page", *, tolerate: bool) -> None:
+    def _check_order(
+        self, after: int, rows: list[tuple[int, bytes]], events: list[ev.AnyEvent], *, tolerate: bool
+    ) -> None:
+        places = [seq for seq, _ in rows]
+        if places == [event.seq for event in events] and places[-1] - after == len(places):
+            return
+        problems: list[str] = []
         expected = after + 1
-        for (seq, _), event in zip(page.rows, page.events, strict=True):
-            if seq != expected or event.seq != seq:
-                problem = f"{self.path}: {_out_of_order(expected, seq, event.seq)}. {_COPY_AGAIN}"
-                if not tolerate:
-                    raise FileCorrupt(problem)
-                self.damage.append(problem)
+        for seq in places:
+            if seq - expected == 1:
+                problems.append(f"event {expected} is missing")
+            elif seq != expected:
+                problems.append(f"events {expected} to {seq - 1} are missing")
             expected = seq + 1
+        if len(events) == len(places):
+            problems.extend(
+                f"event {seq} says that it is event {event.seq}"
+                for seq, event in zip(places, events, strict=True)
+                if seq != event.seq
+            )
+        if problems and not tolerate:
+            raise FileCorrupt(f"{self.path}: {problems[0]}. {_COPY_AGAIN}")
+        self.damage.extend(f"{self.path}: {problem}." for problem in problems)
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
@@ -233,12 +298,18 @@ class LogFile:
         try:
             status = path.stat()
         except FileNotFoundError:
-            raise FileMissing(f"{path}: no such file. Check the name; logs are <ledger_path>/<engine>-<dp rank>-<boot>.db.") from None
+            raise FileMissing(f"{path}: no such file. Look in the folder that ledger_path names.") from None
         except OSError as error:
             raise LedgerFileError(f"{path}: cannot be read: {sqlite.explain(error)}.") from error
         if path.is_dir():
             raise NotALedger(f"{path}: is a folder. Name one of the .db files in it.")
-        if status.st_size == 0 and not sqlite.wal_path(path).exists():
+        if not path.is_file():
+            raise NotALedger(f"{path}: is not a file. Name a .db file that kvledger wrote.")
+        if not os.access(path, os.R_OK):
+            raise LedgerFileError(
+                f"{path}: cannot be read: Permission denied. Copy it, or ask for the right to read it."
+            )
+        if status.st_size == 0:
             raise NotALedger(f"{path}: is empty. No event was ever written to it; look for another log of that engine.")
         return path.resolve()
 
@@ -246,72 +317,115 @@ class LogFile:
         """Connect in the one way that is safe for what lies beside the file."""
         file = self._file
         wal = sqlite.wal_path(file)
-        has_wal = wal.exists() and (wal.stat().st_size > 0 or sqlite.is_live(file))
-        self._immutable = not has_wal
         try:
-            if has_wal and not sqlite.shm_path(file).exists():
-                # Copied from elsewhere without its index. SQLite would build one beside the file, so it gets a copy to do so.
-                self._copy = tempfile.TemporaryDirectory(prefix="kvledger-")
-                copy = Path(self._copy.name) / file.name
-                shutil.copyfile(file, copy)
-                shutil.copyfile(wal, sqlite.wal_path(copy))
-                connection = sqlite3.connect(copy, isolation_level=None, check_same_thread=False)
-                connection.text_factory = bytes
-                return connection
-            return sqlite.open_to_read(file, immutable=self._immutable)
+            has_wal = wal.exists() and (wal.stat().st_size > 0 or sqlite.is_live(file))
+            self._immutable = not has_wal
+            if not has_wal:
+                return sqlite.open_to_read(file, immutable=True)
+            if sqlite.shm_path(file).exists():
+                connection = sqlite.open_to_read(file, immutable=False)
+                if sqlite.is_live(file) or _can_use(connection):
+                    return connection
+                connection.close()
+            return self._connect_to_copy(wal)
         except (sqlite3.Error, OSError) as error:
             raise LedgerFileError(f"{self.path}: cannot be opened: {sqlite.explain(error)}.") from error
 
+    def _connect_to_copy(self, wal: Path) -> sqlite3.Connection:
+        """Connect to a copy, for a torn log without its `-shm`: SQLite would make one beside the file."""
+        self._copy = tempfile.TemporaryDirectory(prefix="kvledger-")
+        copy = Path(self._copy.name) / "copy.db"
+        shutil.copyfile(self._file, copy)
+        shutil.copyfile(wal, sqlite.wal_path(copy))
+        connection = sqlite3.connect(copy, isolation_level=None, check_same_thread=False)
+        connection.text_factory = bytes
+        return connection
+
     def _follow(self) -> None:
-        """A log that had no -wal when it was opened may have got one: its engine was just starting."""
+        """A log that had no `-wal` when it was opened may have got one: its engine was just starting."""
         if self._immutable and sqlite.wal_path(self._file).exists() and sqlite.is_live(self._file):
             self._connection.close()
             self._connection = self._connect()
 
     def _check_owner(self) -> None:
         try:
-            (found,) = self._connection.execute("PRAGMA application_id").fetchone()
+            self._check_mark()
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorname == "SQLITE_NOTADB":
-                raise NotALedger(f"{self.path}: is not a SQLite database. Name a .db file that kvledger wrote.") from error
-            raise self._unreadable(error, 1) from error
+                raise NotALedger(
+                    f"{self.path}: is not a SQLite database. Name a .db file that kvledger wrote."
+                ) from error
+            if not error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
+                raise LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.") from error
+            self._salvage(error)
+
+    def _check_mark(self) -> None:
+        (found,) = self._connection.execute("PRAGMA application_id").fetchone()
         if found != sqlite.APPLICATION_ID:
             raise NotALedger(f"{self.path}: is another program's database. Name a .db file that kvledger wrote.")
+
+    def _salvage(self, error: sqlite3.Error) -> None:
+        """Go on with a file that is shorter than its header says, if damage is tolerated."""
+        # SQLite then reads the pages that are there. Nothing is written: the connection cannot.
+        self._connection.execute("PRAGMA writable_schema = ON")
+        try:
+            self._check_mark()
+        except sqlite3.Error:
+            raise FileCorrupt(f"{self.path}: is damaged at its start: {error}. {_COPY_AGAIN}") from error
+        problem = self._unreadable(error)
+        if not self._tolerate:
+            raise problem from error
+        self.damage.append(str(problem))
 
     def _check_revisions(self) -> tuple[str, ...]:
         revisions = tuple(sorted(name for (name,) in self._rows("SELECT version_num FROM alembic_version")))
         unknown = [name for name in revisions if name not in sqlite.LOG_REVISIONS + sqlite.SEALED_REVISIONS]
         if unknown:
-            raise FileNewer(f"{self.path}: written by a newer kvledger (schema {', '.join(unknown)}). Upgrade kvledger.")
+            raise FileNewer(f"{self.path}: has the schema {', '.join(unknown)} of a newer kvledger. {_UPGRADE}")
         return revisions
 
-    def _check_whole(self) -> None:
+    def _check_ends(self) -> None:
         """Look at both ends of the log: a file that was cut has lost the second one."""
-        _ = self.first_seq, self.last_seq
+        try:
+            _ = self.first_seq, self.last_seq
+        except FileCorrupt as problem:
+            if not self._tolerate:
+                raise
+            self.damage.append(str(problem))
 
-    def _unreadable(self, error: sqlite3.Error, expected: int) -> LedgerFileError:
-        return FileCorrupt(f"{self.path}: damaged after event {expected - 1}: {error}. {_COPY_AGAIN}")
+    def _unreadable(self, error: sqlite3.Error) -> FileCorrupt:
+        first = last = 0
+        try:
+            for (seq,) in self._connection.execute("SELECT seq FROM events ORDER BY seq"):
+                first, last = first or seq, seq
+        except sqlite3.Error:
+            pass  # that is what is being reported
+        readable = f"only events {first} to {last} can be read" if last else "no event can be read"
+        return FileCorrupt(f"{self.path}: is damaged or cut off, {readable} ({error}). {_COPY_AGAIN}")
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
-        try:
-            rows = self._connection.execute(query).fetchall()
-        except sqlite3.Error as error:
-            raise self._unreadable(error, 1) from error
-        return [tuple(value.decode() if isinstance(value, bytes) else value for value in row) for row in rows]
+        return [
+            tuple(value.decode() if isinstance(value, bytes) else value for value in row) for row in self.query(query)
+        ]
 
     def _seq(self, query: str) -> int:
         self._follow()
         return self._rows(query)[0][0] or 0
 
 
-def _out_of_order(expected: int, seq: int, event_seq: int) -> str:
-    if event_seq != seq:
-        return f"event {seq} says that it is event {event_seq}"
-    if seq - expected == 1:
-        return f"event {expected} is missing"
-    return f"events {expected} to {seq - 1} are missing"
+def _can_use(connection: sqlite3.Connection) -> bool:
+    """Return whether SQLite can read a torn log in place; damage is for others to find."""
+    try:
+        connection.execute("PRAGMA application_id").fetchone()
+    except sqlite3.Error as error:
+        return error.sqlite_errorname.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+    return True
 
 
+_PAGE = "SELECT seq, data FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+_LAST_PLACE = 2**63 - 1
 _COPY_AGAIN = "Copy it again from the host that wrote it, with the -wal file beside it."
+_UPGRADE = "Upgrade kvledger to read it."
 _DECODER: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
 _PAGE_DECODER: msgspec.json.Decoder[list[ev.AnyEvent]] = msgspec.json.Decoder(list[ev.AnyEvent])
+_FIELDS_DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])

@@ -1,8 +1,8 @@
 """The tables of the audit log, and those that sealing adds: the one source of names, types and meanings.
 
-The revisions in `migrations/` build these tables; a test holds both equal. The columns of `events` beside `data` repeat what
-stands in `data`, so that a person or a query can find events without reading JSON; the writer fills them from it by the one
-statement below. This file knows SQLAlchemy; whoever only reads or writes rows does without it.
+The revisions in `migrations/` build these tables; a test holds both equal. The columns of `events` beside `data` repeat
+what stands in `data`, so that a person or a query can find events without reading JSON; the writer fills them from it
+by the one statement below. This file knows SQLAlchemy; whoever only reads or writes rows does without it.
 """
 
 from sqlalchemy import DDL, Column, Index, Integer, LargeBinary, MetaData, Table, Text, event
@@ -62,8 +62,8 @@ TRIGGERS: dict[str, str] = {
         "CREATE TRIGGER events_are_not_removed BEFORE DELETE ON events BEGIN "
         "SELECT RAISE(ABORT, 'an event is never removed'); END"
     ),
-    # INSERT OR REPLACE removes the old row without the trigger above unless the connection asked for recursive triggers;
-    # this one does not depend on what other programs ask for.
+    # INSERT OR REPLACE removes the old row without the trigger above unless the connection asked for recursive
+    # triggers; this one does not depend on what other programs ask for.
     "events_are_only_appended": (
         "CREATE TRIGGER events_are_only_appended BEFORE INSERT ON events "
         "WHEN NEW.seq <= (SELECT max(seq) FROM events) BEGIN "
@@ -76,7 +76,7 @@ for _statement in TRIGGERS.values():
     event.listen(events, "after_create", DDL(_statement))
 
 
-# --- what sealing adds --------------------------------------------------------------------------------------------------
+# --- what sealing adds ------------------------------------------------------------------------------------------------
 
 seal = Table(
     "seal",
@@ -107,7 +107,9 @@ chain = Table(
 requests = Table(
     "requests",
     sealed,
-    Column("first_seq", Integer, primary_key=True, autoincrement=False, doc="The first event that names this life of it."),
+    Column(
+        "first_seq", Integer, primary_key=True, autoincrement=False, doc="The first event that names this life of it."
+    ),
     _text("request", "The request's id. It comes back after preemption, and when a client uses it again.", null=False),
     _integer("generation", "Which life of the request.", null=False),
     _integer("queued_ts_ns", "When the scheduler took it into its queue, wall clock; empty: it resumed."),
@@ -209,7 +211,7 @@ INDEXES: tuple[Index, ...] = (
 """What readers look events up by. A live log has none of them: each would be written with every event."""
 
 
-# --- the statements that the columns of `events` follow from --------------------------------------------------------------
+# --- the statements that follow from the columns of `events` ----------------------------------------------------------
 
 EXTRACTED = tuple(column.name for column in events.columns if column.name not in {"kind", "data"})
 """The columns that are a field of `data` under their own name."""
@@ -218,19 +220,20 @@ _KIND = "substr(value ->> '$.kind', 1, instr((value ->> '$.kind') || '@', '@') -
 
 _VALUES = ", ".join(f"value ->> '$.{name}'" for name in EXTRACTED)
 
+# The names in these statements are those of the table above.
 APPEND = (
-    f"INSERT INTO events (kind, data, {', '.join(EXTRACTED)}) "
+    f"INSERT INTO events (kind, data, {', '.join(EXTRACTED)}) "  # noqa: S608
     f"SELECT {_KIND}, value, {_VALUES} FROM json_each(CAST(? AS TEXT))"
 )
-"""Appends a JSON array of events. One statement for a batch: Python's lock is taken once, and SQLite works without it."""
+"""Appends a JSON array of events. One statement a batch: Python's lock is taken once, and SQLite works without it."""
 
 APPEND_AFTER = f"{APPEND} WHERE value ->> '$.seq' > ?"
 """The same for a batch of which some may be in the file: only those after a place in the log."""
 
+_DIFFERENCES = " OR ".join(f"{name} IS NOT (value ->> '$.{name}')" for name in EXTRACTED)
+
 DISAGREEING = (
-    f"SELECT seq FROM (SELECT seq AS place, kind AS name, data AS value, * FROM events) "  # noqa: S608 - as above
-    f"WHERE name IS NOT {_KIND} OR "
-    + " OR ".join(f"{name} IS NOT (value ->> '$.{name}')" for name in EXTRACTED)
-    + " ORDER BY seq"
+    f"SELECT seq FROM (SELECT kind AS name, data AS value, * FROM events) "  # noqa: S608
+    f"WHERE CASE WHEN json_valid(value) THEN name IS NOT {_KIND} OR {_DIFFERENCES} ELSE 1 END ORDER BY seq"
 )
 """The events of which a column says something else than `data`."""

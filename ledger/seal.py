@@ -1,19 +1,18 @@
 """Makes an incident file out of a log, and checks one.
 
-A sealed file is a consistent copy of a log - live, closed or torn - with the indexes and summary tables that readers need, and
-with a hash chain over its events, so that a change made later shows:
+A sealed file is a consistent copy of a log - live, closed or torn - with the indexes and summary tables that readers
+need, and with a hash chain over its events, so that a change made later shows:
 
     h(0) = SHA-256 of the table `meta` as a JSON object with sorted keys and no blanks
     h(n) = SHA-256 of h(n-1) followed by the bytes of `data` of event n
 
-The digest of the file is the last of them, in hex. Whoever can change the file can make a new chain as well: a digest that
-was written down elsewhere is what proves that a file is the one that was sealed. The chain covers events and `meta`; the
-summary tables are taken from the events and can be made again.
+The digest of the file is the last of them, in hex. Whoever can change the file can make a new chain as well: a digest
+that was written down elsewhere is what proves that a file is the one that was sealed. The chain covers events and
+`meta`; the summary tables are taken from the events and can be made again.
 
 This file knows files, SQL and the reader. Alembic is imported when a file is sealed, because it takes 0.4 s.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ import msgspec
 
 import ledger
 from ledger import sqlite
-from ledger.errors import LedgerFileError, LedgerNotWritable
+from ledger.errors import FileCorrupt, LedgerFileError, LedgerNotWritable
 from ledger.reader import End, LogFile, open_log
 from ledger.summary import TABLES, Row, Summary
 
@@ -99,7 +98,7 @@ def chain_next(before: bytes, data: bytes) -> bytes:
     return hashlib.sha256(before + data).digest()
 
 
-# --- sealing --------------------------------------------------------------------------------------------------------------
+# --- sealing --------------------------------------------------------------------------------------------------------
 
 
 def seal(source: Path | str, target: Path | str, progress: Callable[[int], None] | None = None) -> SealReport:
@@ -114,20 +113,26 @@ def seal(source: Path | str, target: Path | str, progress: Callable[[int], None]
     """
     source, target = Path(source), Path(target)
     if target.exists():
-        raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.")
+        raise LedgerNotWritable(_taken(target))
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     with open_log(source) as log:
         if log.sealed:
             raise LedgerFileError(f"{source}: is sealed already. Copy it as it is.")
         try:
             report = _seal(log, unfinished, target, progress)
-            _publish(unfinished, target)
+            sqlite.publish(unfinished, target)
+        except FileExistsError as error:
+            raise LedgerNotWritable(_taken(target)) from error
         except (OSError, sqlite3.Error) as error:
             raise LedgerNotWritable(f"{target} cannot be written: {sqlite.explain(error)}.") from error
         finally:
             for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
                 leftover.unlink(missing_ok=True)
     return report
+
+
+def _taken(target: Path) -> str:
+    return f"{target} exists, and evidence is never overwritten. Choose another name."
 
 
 def _seal(log: LogFile, unfinished: Path, target: Path, progress: Callable[[int], None] | None) -> SealReport:
@@ -162,7 +167,14 @@ def _seal(log: LogFile, unfinished: Path, target: Path, progress: Callable[[int]
         _insert_rows(connection, summary)
         connection.execute(
             'INSERT INTO seal (sealed_at, kvledger, events, chain_head, source, "end") VALUES (?, ?, ?, ?, ?, ?)',
-            (datetime.now(UTC).isoformat(timespec="seconds"), ledger.__version__, events, head.hex(), log.path.name, end),
+            (
+                datetime.now(UTC).isoformat(timespec="seconds"),
+                ledger.__version__,
+                events,
+                head.hex(),
+                log.path.name,
+                end,
+            ),
         )
         connection.execute("COMMIT")
     finally:
@@ -187,38 +199,15 @@ def _insert_into(kind: type[Row]) -> str:
     columns = kind.__struct_fields__
     names = ", ".join(f'"{name}"' for name in columns)
     values = ", ".join("?" * len(columns))
-    # A log whose rules were broken may name a job again after it was freed. The first row stands; the events say the rest.
+    # A log whose rules were broken may name a job again after it was freed. The first row stands; the events say
+    # the rest.
     return f"INSERT INTO {TABLES[kind]} ({names}) VALUES ({values}) ON CONFLICT DO NOTHING"  # noqa: S608 - names of ours
 
 
 _INSERTS = {kind: _insert_into(kind) for kind in TABLES}
 
 
-def _publish(unfinished: Path, target: Path) -> None:
-    """Give the finished file its name, at once and only if that is free."""
-    _sync(unfinished)
-    try:
-        os.link(unfinished, target)
-    except FileExistsError:
-        raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.") from None
-    except OSError:
-        # A file system without hard links. Between the question and the answer another program may take the name.
-        if target.exists():
-            raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.") from None
-        unfinished.rename(target)
-    with contextlib.suppress(OSError):  # some file systems do not sync folders
-        _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-# --- checking -------------------------------------------------------------------------------------------------------------
+# --- checking -------------------------------------------------------------------------------------------------------
 
 
 def verify(path: Path | str) -> VerifyReport:
@@ -238,48 +227,54 @@ class _Checker:
         self._problems: list[Problem] = []
         self._count = 0
         self._events = 0
+        self._head = chain_start(log.meta)
 
     def report(self) -> VerifyReport:
-        head = self._check_chain() if self._log.sealed else self._check_holes()
-        self._check_columns()
-        self._check_guards()
-        self._check_pages()
+        try:
+            if self._log.sealed:
+                self._check_chain()
+            else:
+                self._check_holes()
+            self._check_columns()
+            self._check_guards()
+            self._check_pages()
+        except FileCorrupt as error:
+            self._found(0, "damaged", str(error))
         problems = tuple(sorted(self._problems, key=lambda problem: problem.seq))
-        return VerifyReport(self._log.path, self._log.sealed, self._events, head.hex(), problems, self._count)
+        return VerifyReport(self._log.path, self._log.sealed, self._events, self._head.hex(), problems, self._count)
 
     def _found(self, seq: int, what: str, detail: str) -> None:
         self._count += 1
         if len(self._problems) < KEPT_PROBLEMS:
             self._problems.append(Problem(seq, what, detail))
 
-    def _check_chain(self) -> bytes:
-        """Walk events and links side by side; go on after a problem from the link as it was sealed."""
+    def _check_chain(self) -> None:
+        """Walk events and links side by side; after a problem go on from the link as it was sealed."""
         links = self._log.query("SELECT seq, hash FROM chain ORDER BY seq")
-        start = chain_start(self._log.meta)
-        seq, link = next(links, (0, b""))
-        if seq != 0 or link != start:
+        place, before = next(links, (None, b""))
+        if place != 0 or before != self._head:
             self._found(0, "meta", "the table meta is not the one that was sealed")
-        sealed_head, actual = link, start
-        link_seq, link = next(links, (None, b""))
+        place, link = next(links, (None, b""))
         for seq, data in self._stored():
-            actual = chain_next(actual, data)
-            while link_seq is not None and link_seq < seq:
-                self._found(link_seq, "removed", f"event {link_seq} was sealed and is not there any more")
-                sealed_head = link
-                link_seq, link = next(links, (None, b""))
-            if link_seq != seq:
+            while place is not None and place < seq:
+                self._removed(place)
+                before = link
+                place, link = next(links, (None, b""))
+            if place != seq:
                 self._found(seq, "added", f"event {seq} is there and was not sealed")
                 continue
-            if chain_next(sealed_head, data) != link:
+            if chain_next(before, data) != link:
                 self._found(seq, "changed", f"event {seq} is not the one that was sealed")
-            sealed_head = link
-            link_seq, link = next(links, (None, b""))
-        while link_seq is not None:
-            self._found(link_seq, "removed", f"event {link_seq} was sealed and is not there any more")
-            sealed_head = link
-            link_seq, link = next(links, (None, b""))
-        self._check_seal(sealed_head)
-        return actual
+            before = link
+            place, link = next(links, (None, b""))
+        while place is not None:
+            self._removed(place)
+            before = link
+            place, link = next(links, (None, b""))
+        self._check_seal(before)
+
+    def _removed(self, seq: int) -> None:
+        self._found(seq, "removed", f"event {seq} was sealed and is not there any more")
 
     def _check_seal(self, sealed_head: bytes) -> None:
         seals = list(self._log.query("SELECT events, chain_head FROM seal"))
@@ -288,19 +283,18 @@ class _Checker:
         elif seals[0][1] != sealed_head.hex().encode():
             self._found(0, "seal", "the chain does not end in the digest that was sealed")
 
-    def _check_holes(self) -> bytes:
-        actual = chain_start(self._log.meta)
+    def _check_holes(self) -> None:
         expected = 1
-        for seq, data in self._stored():
-            actual = chain_next(actual, data)
+        for seq, _ in self._stored():
             if seq > expected:
-                self._found(expected, "removed", f"events {expected} to {seq - 1} are missing")
+                missing = f"event {expected} is" if seq - expected == 1 else f"events {expected} to {seq - 1} are"
+                self._found(expected, "removed", f"{missing} missing")
             expected = seq + 1
-        return actual
 
     def _stored(self) -> Iterator[tuple[int, bytes]]:
         for seq, data in self._log.query("SELECT seq, data FROM events ORDER BY seq"):
             self._events += 1
+            self._head = chain_next(self._head, data)
             yield seq, data
 
     def _check_columns(self) -> None:

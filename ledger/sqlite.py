@@ -2,17 +2,19 @@
 
 Three ways exist, because SQLite's write-ahead log makes reading a matter of care:
 
-    write     the one writer of a live log. Nobody else checkpoints: with several connections that do, SQLite before 3.51.3 can
-              corrupt a file.
-    read      a log that has its `-wal` and `-shm` beside it, live or torn. Takes part in the locks of a live log, and does
-              not write to either file of a torn one.
-    immutable a log that has no `-wal`, so that nobody writes it. Needs no lock and no file beside it. On a file *with* a
-              `-wal` it would show an old state, or an empty database, without any error.
+    write      the one writer of a live log. Nobody else checkpoints: with several connections that do, SQLite before
+               3.51.3 can corrupt a file.
+    read       a log that has its `-wal` and `-shm` beside it, live or torn. It takes part in the locks of a live log,
+               and writes to neither file of a torn one.
+    immutable  a log that has no `-wal`, so that nobody writes it. It needs no lock and no file beside it. On a file
+               *with* a `-wal` it would show an old state, or an empty database, without any error.
 
-This file knows `sqlite3` and paths. It knows nothing of events, and it imports fast: every process of the engine loads it.
+This file knows `sqlite3` and paths. It knows nothing of events, and it imports fast: every process of an engine loads
+it.
 """
 
 import contextlib
+import errno
 import os
 import sqlite3
 import weakref
@@ -27,19 +29,22 @@ APPLICATION_ID = 0x6B764C67
 """`kvLg`, in the header of every file of ours: it tells them from other programs' databases."""
 
 LOG_REVISIONS = ("log_0001",)
-"""The revisions of the audit log that this kvledger reads, oldest first. Those of `migrations/`, held equal by a test."""
+"""The revisions of the audit log that this kvledger reads, oldest first: those of `migrations/`, without Alembic."""
 
 SEALED_REVISIONS = ("sealed_0001",)
 """The revisions of what sealing adds, oldest first."""
 
 BUSY_TIMEOUT_S = 1.0
-"""How long a statement waits for another program's lock. Short: the caller has a better plan than to wait in SQLite."""
+"""How long the writer waits for another program's lock. Short: it has a better plan than to wait inside SQLite."""
+
+READ_TIMEOUT_S = 5.0
+"""How long a reader waits for a lock. Nobody holds one for long but the recovery of a torn log by another program."""
 
 AUTOCHECKPOINT_PAGES = 1_000
-"""SQLite's own default, about 4 MB: the log is moved into the file often enough that a reader's start stays cheap."""
+"""SQLite's own default, about 4 MB: often enough that a reader, who looks through the `-wal` first, starts fast."""
 
 JOURNAL_LIMIT_BYTES = 16 * 1024 * 1024
-"""What a `-wal` that a long reader made grow is cut back to, once the reader has gone."""
+"""What a `-wal` that a long reader made grow is cut back to, once the reader has gone: four times its usual size."""
 
 
 def wal_path(path: Path) -> Path:
@@ -55,8 +60,8 @@ def shm_path(path: Path) -> Path:
 def open_to_write(path: Path) -> sqlite3.Connection:
     """Return the writer's connection to an existing file, in WAL mode and in autocommit.
 
-    A single statement is a transaction of its own then. It takes the write lock before it reads, as BEGIN IMMEDIATE does; a
-    plain BEGIN would fail with "database is locked" where it turns from reading to writing.
+    In autocommit a statement is a transaction of its own. One that writes takes the write lock first, as BEGIN
+    IMMEDIATE does; a plain BEGIN that reads before it writes fails at once with "database is locked".
 
     Raises:
         sqlite3.Error: the file cannot be opened.
@@ -70,8 +75,8 @@ def open_to_write(path: Path) -> sqlite3.Connection:
     )
     try:
         connection.execute("PRAGMA journal_mode = WAL").fetchall()
-        # A killed process loses nothing that was committed. A host that loses power may lose the last commits, and the file
-        # stays whole. FULL would wait for the disk on every flush.
+        # A killed process loses nothing that was committed. A host that loses power may lose the last commits, and
+        # the file stays whole. FULL would wait for the disk at every flush.
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {AUTOCHECKPOINT_PAGES}").fetchall()
         connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}").fetchall()
@@ -87,7 +92,7 @@ def open_to_read(path: Path, *, immutable: bool) -> sqlite3.Connection:
     """Return a connection that cannot change the file, nor the files beside it. Text comes back as bytes.
 
     Args:
-        path: an existing file; symbolic links must be resolved, because SQLite looks for the `-wal` beside the real one.
+        path: an existing file; symbolic links must be resolved, because the `-wal` lies beside the real file.
         immutable: the file has no `-wal`.
 
     Raises:
@@ -99,21 +104,52 @@ def open_to_read(path: Path, *, immutable: bool) -> sqlite3.Connection:
         f"{path.absolute().as_uri()}?mode=ro&{options}",
         uri=True,
         isolation_level=None,
-        timeout=5.0,
+        timeout=READ_TIMEOUT_S,
         check_same_thread=False,
     )
     connection.text_factory = bytes
     return connection
 
 
+def publish(unfinished: Path, target: Path) -> None:
+    """Give a finished file its name: at once, and only if the name is free.
+
+    Raises:
+        FileExistsError: there is a file of that name. Nothing was changed.
+        OSError: the folder does not take it.
+    """
+    _sync(unfinished)
+    try:
+        os.link(unfinished, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links. Between the question and the answer another program may take the name.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        unfinished.rename(target)
+    else:
+        unfinished.unlink()
+    with contextlib.suppress(OSError):  # some file systems do not sync folders
+        _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def explain(error: Exception) -> str:
-    """Return what an error means and what to do about it, in half a line."""
+    """Return what an error means and what to do about it, in half a line without a full stop."""
     if isinstance(error, sqlite3.Error):
-        name = getattr(error, "sqlite_errorname", "") or ""
+        name = getattr(error, "sqlite_errorname", None) or ""
         for prefix, text in _MEANINGS:
             if name.startswith(prefix):
                 return text
-        return f"SQLite says: {error} ({name or type(error).__name__})"
+        return f"SQLite says: {error}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}"
@@ -121,20 +157,22 @@ def explain(error: Exception) -> str:
 
 _MEANINGS = (
     ("SQLITE_FULL", "the disk is full; free some space"),
-    ("SQLITE_BUSY", "another program holds the file's write lock; end it"),
-    ("SQLITE_LOCKED", "another program holds the file's write lock; end it"),
-    ("SQLITE_READONLY", "the file has become read-only; make it writable again"),
-    ("SQLITE_CANTOPEN", "the file or its folder cannot be opened; check that both exist and are writable"),
-    ("SQLITE_IOERR", "the disk reports an I/O error; check it and the space left"),
-    ("SQLITE_CORRUPT", "the file was damaged by something else; look at the disk"),
+    ("SQLITE_BUSY", "another program holds a lock on the file; end it"),
+    ("SQLITE_LOCKED", "another program holds a lock on the file; end it"),
+    ("SQLITE_READONLY", "the file is read-only; make it writable"),
+    ("SQLITE_CANTOPEN", "the file cannot be opened; check that it and its folder exist and are writable"),
+    ("SQLITE_IOERR", "the disk reports an I/O error; check the disk and the space left"),
+    ("SQLITE_CORRUPT", "the file was damaged by something else; check the disk"),
+    ("SQLITE_NOTADB", "the file was overwritten by something else; check the disk"),
 )
 
 
 class LiveMark:
     """The writer's sign that it is at work: a lock on the `-wal`, which the kernel takes away when the process ends.
 
-    It is a lock of `flock`, which SQLite does not use, on a file on which SQLite holds no locks: so to ask for it disturbs
-    nobody. (Any `close` of the database file itself would drop all of SQLite's locks that the same process holds on it.)
+    It is a lock of `flock`, which SQLite does not use, on a file on which SQLite holds no locks, so asking for it
+    disturbs nobody. The database file itself would not do: whoever opens and closes it drops all locks that SQLite
+    holds on it in the same process.
 
     Raises:
         OSError: the `-wal` cannot be opened.
@@ -142,12 +180,17 @@ class LiveMark:
 
     def __init__(self, path: Path) -> None:
         self._file = -1
-        if fcntl is not None:
-            self._file = os.open(wal_path(path), os.O_RDONLY | os.O_CLOEXEC)
-            # A file system without flock: the log will not be known to be live. That is no reason not to write it.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl is None:
+            return
+        self._file = os.open(wal_path(path), os.O_RDONLY | os.O_CLOEXEC)
+        # On a file system without flock a log is written all the same; it is only not known to be live.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _marks.add(self)
+
+    def is_in_place(self, path: Path) -> bool:
+        """Return whether the file that carries the sign is still the `-wal` of `path`."""
+        return self._file < 0 or is_same_file(os.fstat(self._file), wal_path(path))
 
     def release(self) -> None:
         """Take the sign away."""
@@ -168,6 +211,18 @@ def _release_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_release_in_child)
+
+
+def is_same_file(status: os.stat_result, path: Path) -> bool:
+    """Return whether `path` still names the file that had this status.
+
+    Raises:
+        OSError: the disk does not answer.
+    """
+    try:
+        return os.path.samestat(status, path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def is_live(path: Path) -> bool:

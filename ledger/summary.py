@@ -1,7 +1,7 @@
 """What became of each request, store job, load and call to the store: rows of the summary tables of a sealed file.
 
-Readers that only want a table (a browser, a query) find here what they would otherwise fold together from events. It is no
-second book: no rule is checked, nothing is judged, and replay does not read it. Memory grows with what is open only.
+Readers that only want a table (a browser, a query) find here what they would otherwise fold together from events. It is
+no second book: no rule is checked, nothing is judged, and replay does not read it. Memory grows with what is open only.
 
 This file knows events. It knows no SQL: a row is a struct whose fields are the columns of its table in `ledger.schema`.
 """

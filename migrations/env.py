@@ -1,6 +1,8 @@
 """Runs the revisions on the connection that `ledger.migrate` hands over, in that connection's transaction.
 
-For a developer's command, `alembic -c migrations/alembic.ini -x file=COPY.db revision --autogenerate ...`, it opens the named file.
+For a developer's command it opens the file that the command names:
+
+    alembic -c migrations/alembic.ini -x file=COPY.db revision --autogenerate ...
 """
 
 from pathlib import Path

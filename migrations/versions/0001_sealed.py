@@ -101,7 +101,9 @@ def upgrade() -> None:
         sqlite_with_rowid=False,
     )
     op.create_index("events_by_kind", "events", ["kind", "seq"])
-    op.create_index("events_by_request", "events", ["request", "generation", "seq"], sqlite_where=sa.text("request IS NOT NULL"))
+    op.create_index(
+        "events_by_request", "events", ["request", "generation", "seq"], sqlite_where=sa.text("request IS NOT NULL")
+    )
     op.create_index("events_by_job", "events", ["job", "seq"], sqlite_where=sa.text("job IS NOT NULL"))
     op.create_index("events_by_load", "events", ["load", "seq"], sqlite_where=sa.text("load IS NOT NULL"))
     op.create_index("events_by_transfer", "events", ["transfer", "seq"], sqlite_where=sa.text("transfer IS NOT NULL"))
