@@ -108,8 +108,13 @@ class Books:
             logger.critical("%s Serving goes on (on_invariant_violation=quarantine).", message)
 
     def watch(self) -> None:
-        """Record the open work that is overdue, once for each. Called when the log's step reaches `next_watch_step`."""
+        """Record a digest, and the open work that is overdue, once for each.
+
+        Called when the log's step reaches `next_watch_step`. In a quiet engine the digests that come with the number of
+        events would be hours apart.
+        """
         self.next_watch_step = self.log.step + WATCH_INTERVAL_STEPS
+        self.log.checkpoint()
         now_mono_ns = time.monotonic_ns()
         overdue_ns = now_mono_ns - self._stall_suspect_ns
         for number, job in self.state.book.jobs.items():

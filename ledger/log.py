@@ -103,9 +103,10 @@ class Log:
             self._enqueue(msgspec.structs.replace(event, seq=self._next_seq))
 
     def checkpoint(self) -> None:
-        """Append the digest of the state as it is now."""
+        """Append the digest of the state as it is now, if the scheduler has appended anything since the last one."""
         with self._lock:
-            self._checkpoint()
+            if self._since_checkpoint:
+                self._checkpoint()
 
     def snapshot(self) -> None:
         """Append the whole state: a fold that cannot get across what is missing before this goes on from here."""

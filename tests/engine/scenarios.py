@@ -140,7 +140,7 @@ def killed(folder: Path) -> dict[str, Any]:
         engine = llm.llm_engine
         for index, prompt in enumerate(prompts(4, 300, seed=3)):
             engine.add_request(f"killed-{index}", prompt, greedy(700))
-        for _ in range(60):
+        for _ in range(150):
             engine.step()
         pids = engine_processes()
         for pid in pids:
