@@ -23,6 +23,7 @@ known of jobs, pins, ranks and loads stands in `books.state`; there is no second
 This file may know vLLM's scheduler-side classes. It does no I/O and starts no thread.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ GroupIds = tuple[int, list[int]]
 """A KV-cache group and block numbers in it."""
 
 _NO_LOADS: dict[str, int] = {}
+_NOBODY: frozenset[str] = frozenset()
 
 
 class _PlanningPool:
@@ -124,6 +126,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         name = self._name(request.request_id)
         record = self._book.requests.get(name)
         generation = request.num_preemptions + 1
+        self.client.discard(request.request_id)  # or a lookup under way would answer whoever takes the id next
         if self._book.jobs:
             self._note_released(name, generation, enumerate(block_ids))
         if request.status == RequestStatus.FINISHED_ABORTED:
@@ -203,6 +206,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         """Return what the workers shall do after this step, with every job and load in it booked."""
         book = self._book
         log = self._log
+        metadata: Any
         log.step += 1
         if log.step >= self.books.next_watch_step:
             self.books.watch()
@@ -214,9 +218,38 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             or book.loads
         ):
             self._note_requests(scheduler_output)
-        metadata: Any = super().build_connector_meta(scheduler_output)
+        if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+            metadata = self._plan_past_the_gone(scheduler_output)
+        else:
+            metadata = super().build_connector_meta(scheduler_output)
         attach(metadata, log.step, self._register_loads(metadata) if book.loads else _NO_LOADS)
         return metadata
+
+    def _plan_past_the_gone(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Plan a step with upstream, before which requests ended or were preempted.
+
+        Upstream forgets them at this point, after it has taken in what the requests of this step told it. One that came
+        back in between under the same id would be forgotten with them: upstream then fails on it, or never starts its
+        load. So upstream is shown only those that are gone for good; the workers are told of all.
+        """
+        finished = scheduler_output.finished_req_ids
+        preempted = scheduler_output.preempted_req_ids or _NOBODY
+        returned = [request_id for request_id in finished | preempted if self._is_back(request_id, scheduler_output)]
+        if not returned:
+            return super().build_connector_meta(scheduler_output)
+        shown = copy.copy(scheduler_output)
+        shown.finished_req_ids = finished.difference(returned)
+        shown.preempted_req_ids = set(preempted.difference(returned))
+        for request_id in returned:
+            self._request_trackers.pop(request_id, None)
+        metadata: Any = super().build_connector_meta(shown)
+        metadata.preempted_req_ids = preempted
+        return metadata
+
+    def _is_back(self, request_id: str, scheduler_output: SchedulerOutput) -> bool:
+        """Return whether a request runs in this step, or has a load planned that no worker knows of yet."""
+        load = self._book.loads.get(self._book.loading.get(self._name(request_id), -1))
+        return request_id in scheduler_output.num_scheduled_tokens or (load is not None and not load.ranks)
 
     def _note_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Record what vLLM did to requests in this step, and who got blocks that open work names."""
