@@ -244,33 +244,41 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its status. Every error is one line on stderr."""
     try:
-        status = cli.main(arguments, prog_name="kvledger", standalone_mode=False)
+        # Not `cli.main`, which answers a closed pipe and an interrupt in ways of its own.
+        with cli.make_context("kvledger", list(arguments)) as context:
+            status = cli.invoke(context)
         sys.stdout.flush()
         return status if isinstance(status, int) else OK
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        sys.stderr.write(error.format_message() + "\n")
-        return USAGE
-    except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx is not None else "kvledger"
-        return _complain(f"{error.format_message().rstrip('.')}. See {command} --help.", USAGE)
-    except (click.Abort, KeyboardInterrupt):
-        return _complain("interrupted", INTERRUPTED)
-    except LedgerFileError as error:
-        return _complain(str(error), UNREADABLE)
-    except LedgerError as error:
-        return _complain(str(error), USAGE)
     except BrokenPipeError:
         return _reader_is_gone()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("KVLEDGER_TRACEBACK"):
             raise
-        return _complain(
-            f"this is a fault of kvledger: {type(error).__name__}: {error}. Report it, with what KVLEDGER_TRACEBACK=1 "
-            "shows.",
-            UNREADABLE,
-        )
+        return _explain(error)
+
+
+def _explain(error: BaseException) -> int:
+    """Say in one line what went wrong, and return the status that it has."""
+    match error:
+        case click.exceptions.NoArgsIsHelpError():
+            sys.stderr.write(error.format_message() + "\n")
+            return USAGE
+        case click.UsageError():
+            command = error.ctx.command_path if error.ctx is not None else "kvledger"
+            return _complain(f"{error.format_message().rstrip('.')}. See {command} --help.", USAGE)
+        case click.Abort() | KeyboardInterrupt():
+            return _complain("interrupted", INTERRUPTED)
+        case LedgerFileError():
+            return _complain(str(error), UNREADABLE)
+        case LedgerError():
+            return _complain(str(error), USAGE)
+        case _:
+            fault = f"{type(error).__name__}: {error}"
+            return _complain(
+                f"a fault of kvledger: {fault}. Report it, with what KVLEDGER_TRACEBACK=1 shows.", UNREADABLE
+            )
 
 
 def _complain(message: str, status: int) -> int:

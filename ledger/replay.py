@@ -223,13 +223,18 @@ def replay(events: Iterable[ev.AnyEvent], ending: str = "torn") -> Result:
 def until(
     events: Iterable[ev.AnyEvent], last_seq: int | None = None, last_ts_ns: int | None = None
 ) -> Iterator[ev.AnyEvent]:
-    """Yield the events up to and with a place or a wall-clock time."""
+    """Yield the events up to and with a place or a wall-clock time.
+
+    The scheduler's events are in the order of its clock. Evidence comes in a little late and by other clocks, so what is
+    later than the time is left out until the scheduler itself is past it.
+    """
     for event in events:
         if last_seq is not None and event.seq > last_seq:
             return
-        if last_ts_ns is not None and event.ts_ns > last_ts_ns and event.source == ev.SCHEDULER:
+        if last_ts_ns is None or event.ts_ns <= last_ts_ns:
+            yield event
+        elif event.source == ev.SCHEDULER:
             return
-        yield event
 
 
 SYMPTOMS = ("leak", "stall", "torn_log")

@@ -20,8 +20,11 @@ from ledger.verdicts import Finding
 
 WIDTH = 80
 
-LABEL = 12
-"""Width of the column of labels, e.g. `  Versions  `."""
+EVENT_LEAD = 24
+"""Width of the place and the time in front of an event's line."""
+
+LABEL = 14
+"""Width of the column of labels, e.g. `  Versions    `."""
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -152,7 +155,8 @@ def finding_section(number: int, finding: Finding, log: LogResult | None) -> Ite
     yield from _wrap(f"{number}. ", f"{finding.kind.upper()} ({finding.certainty}): {finding.title}")
     if log is not None:
         yield from _row("In", log.path.name)
-    yield from _row("Since", f"event {finding.since_seq}")
+    since = next((event.ts_ns for event in finding.chain if event.seq == finding.since_seq), None)
+    yield from _row("Since", f"event {finding.since_seq}{f', {words.timestamp(since)}' if since is not None else ''}")
     if finding.requests:
         yield from _row("Requests", words.listed(finding.requests))
     if finding.jobs:
@@ -171,8 +175,8 @@ def finding_section(number: int, finding: Finding, log: LogResult | None) -> Ite
         yield from _row("Do next", finding.advice)
     if finding.chain:
         yield "  Evidence"
-        for line in finding.chain:
-            yield from _wrap("  ", line, hanging=23)
+        for event in finding.chain:
+            yield from _event("  ", event)
 
 
 def open_section(result: Result, name: str) -> Iterator[str]:
@@ -290,7 +294,7 @@ def interest_section(log: LogResult, name: str) -> Iterator[str]:
     events = log.events_of_interest
     yield f"Time line{name}: {words.plural(len(events), 'event')}"
     for event in events:
-        yield from _wrap("", words.line(event), hanging=23)
+        yield from _event("", event)
 
 
 def state_lines(state: State, last: ev.Event | None) -> Iterator[str]:
@@ -502,6 +506,10 @@ def _record(entry: Any) -> str:
         for name, value in fields.items()
         if value not in ((), {}, None)
     )
+
+
+def _event(lead: str, event: ev.Event) -> Iterator[str]:
+    yield from _wrap(lead, words.line(event), hanging=len(lead) + EVENT_LEAD)
 
 
 def _row(label: str, value: str) -> Iterator[str]:

@@ -44,12 +44,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         blocks: `(group, block)` of the blocks concerned.
         ranks: the ranks concerned: for a wait, those that did not answer.
         code: the stable code of the error behind it, if there is one.
-        evidence: places in the log of the events that show it, in order.
         culprit: who or what to look at.
         advice: what to do next.
         lead_seq: the first event that was not as it should be; the report leads with the earliest.
         doubt: why it is not proven, and what would decide. Empty when it is.
-        chain: the evidence as lines of text.
+        chain: the events that show it, in order.
     """
 
     kind: str
@@ -61,12 +60,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     blocks: tuple[tuple[int, int], ...] = ()
     ranks: tuple[int, ...] = ()
     code: str | None = None
-    evidence: tuple[int, ...] = ()
     culprit: str = ""
     advice: str = ""
     lead_seq: int = 0
     doubt: str = ""
-    chain: tuple[str, ...] = ()
+    chain: tuple[ev.Event, ...] = ()
+
+    @property
+    def evidence(self) -> tuple[int, ...]:
+        """The places in the log of the events that show it."""
+        return tuple(event.seq for event in self.chain)
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the public shape. What keeps a finding from being proven is said in its advice."""

@@ -10,7 +10,6 @@ from typing import ClassVar
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
@@ -165,10 +164,9 @@ class RuleVerdict(Verdict):
             blocks=tuple(sorted({block for broken in group for block in broken.blocks})),
             ranks=tuple(sorted({broken.rank for broken in group if broken.rank >= 0})),
             code=None,
-            evidence=tuple(dict.fromkeys(event.seq for event in shown)),
             culprit=f"rule {first.rule}, broken at event {first.event.seq}",
             advice=self.advice,
             lead_seq=first.event.seq,
             doubt=first.blind,
-            chain=tuple(dict.fromkeys(words.line(event) for event in shown)),
+            chain=tuple({event.seq: event for event in shown}.values()),
         )

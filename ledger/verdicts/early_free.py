@@ -111,9 +111,8 @@ class EarlyFree(RuleVerdict):
                 requests=tuple(dict.fromkeys([each.request, each.event.request])),
                 blocks=each.blocks,
                 ranks=each.waiting,
-                evidence=tuple(event.seq for event in shown),
                 culprit=f"the scheduler freed the blocks of {each.what} before every rank had settled",
                 advice=self.advice,
                 lead_seq=each.event.seq,
-                chain=tuple(words.line(event) for event in shown),
+                chain=tuple(shown),
             )

@@ -50,9 +50,8 @@ class LateEvent(RuleVerdict):
                 requests=tuple(dict.fromkeys(event.request for event in late if event.request)),
                 ranks=tuple(sorted({event.rank for event in late if event.rank >= 0})),
                 code=first.code or None,
-                evidence=tuple(event.seq for event in late[:10]),
                 culprit=words.ranks([first.rank]) if first.rank >= 0 else f"the other side of the {what}",
                 advice=self.advice,
                 lead_seq=first.seq,
-                chain=tuple(words.line(event) for event in late[:10]),
+                chain=tuple(late[:10]),
             )

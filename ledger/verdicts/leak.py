@@ -65,7 +65,7 @@ class Leak(Verdict):
             kind="leak",
             certainty=certain,
             title=(
-                f"{who} of {words.request(first.request, first.generation)} {why}; {words.plural(held, 'GPU block')} held"
+                f"{who} of {words.request(first.request, first.generation)} {why}; {words.plural(held, 'block')} held"
             ),
             since_seq=first.since_seq,
             requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
@@ -73,12 +73,11 @@ class Leak(Verdict):
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
             code=next((each.code for last in failed for each in last.failures), None),
-            evidence=tuple(event.seq for event in shown),
             culprit="; ".join(told),
             advice=self._advice(first, bool(failed)),
             lead_seq=lead,
             doubt=doubt,
-            chain=tuple(words.line(event) for event in shown),
+            chain=tuple(shown),
         )
 
     @staticmethod

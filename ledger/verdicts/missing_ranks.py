@@ -73,7 +73,6 @@ class MissingRanks(Verdict):
             jobs=tuple(jobs),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=ranks,
-            evidence=tuple(event.seq for event in shown),
             culprit=(
                 f"systematic: {words.ranks(others) + ' answered' if others else 'no rank answered anything'}; "
                 f"{describe(first.missing[0], first.name)}"
@@ -85,7 +84,7 @@ class MissingRanks(Verdict):
             ),
             lead_seq=first.since_seq,
             doubt=doubt,
-            chain=tuple(words.line(event) for event in shown),
+            chain=tuple(shown),
         )
 
     def _counted_without(self, ranks: tuple[int, ...], settled: list[tuple[ev.LoadSettled, str]]) -> Finding:
@@ -100,10 +99,9 @@ class MissingRanks(Verdict):
             since_seq=first.seq,
             requests=tuple(dict.fromkeys(request for _, request in settled if request)),
             ranks=ranks,
-            evidence=tuple(event.seq for event, _ in settled[:10]),
             culprit=f"{'systematic: never' if never else 'once: not'} answered by {words.ranks(ranks)}",
             advice="Its blocks may be written after they were given away; look at the worker logs of these ranks.",
             lead_seq=first.seq,
             doubt="" if systematic else "these ranks answer other loads, so the answer may only have been late",
-            chain=tuple(words.line(event) for event, _ in settled[:10]),
+            chain=tuple(event for event, _ in settled[:10]),
         )

@@ -112,7 +112,6 @@ class StaleCompletion(RuleVerdict):
                 requests=(owed.request,),
                 jobs=(owed.job, job),
                 ranks=(rank,),
-                evidence=tuple(event.seq for event in shown),
                 culprit=f"reports are not kept by job: that of job {owed.job} came late and was given to job {job}",
                 advice=(
                     "Key reports by job id, not by request: vLLM 0.32 does (store_job_id). Restart the engine to get "
@@ -120,7 +119,7 @@ class StaleCompletion(RuleVerdict):
                     f"blocks of job {owed.job} back."
                 ),
                 lead_seq=since.seq,
-                chain=tuple(words.line(event) for event in shown),
+                chain=tuple(shown),
             ),
         )
 

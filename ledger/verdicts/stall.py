@@ -86,12 +86,11 @@ class Stall(Verdict):
             jobs=tuple([wait.number for wait in group if wait.what == "job"] + behind),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
-            evidence=tuple(event.seq for event in shown),
             culprit="; ".join(told),
             advice=self._advice(first, bool(in_call)),
             lead_seq=in_call[0].last.seq if in_call and in_call[0].last else first.since_seq,
             doubt=doubt,
-            chain=tuple(words.line(event) for event in shown),
+            chain=tuple(shown),
         )
 
     @staticmethod
@@ -132,10 +131,9 @@ class Stall(Verdict):
             ),
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
-            evidence=tuple(event.seq for event in shown),
             culprit="the engine's scheduler; the connector holds nothing that it could wait for",
             advice="Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
             doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
-            chain=tuple(words.line(event) for event in shown),
+            chain=tuple(shown),
         )

@@ -67,9 +67,8 @@ class TornLog(Verdict):
             certainty="proven",
             title=f"{title}; {lost}",
             since_seq=end.last.seq,
-            evidence=tuple(event.seq for event in shown),
             culprit=culprit,
             advice="See the engine's own log and the kernel's (dmesg: out of memory) at that time.",
             lead_seq=end.last.seq,
-            chain=tuple(words.line(event) for event in shown),
+            chain=tuple(shown),
         )

@@ -76,11 +76,10 @@ class UnreportedFailure(RuleVerdict):
             blocks=listed(blocks),
             ranks=(answer.rank,),
             code=_code(call)[0] or None,
-            evidence=tuple(event.seq for event in shown),
             culprit=f"the worker of rank {answer.rank}",
             advice=self.advice,
             lead_seq=call.seq,
-            chain=tuple(words.line(event) for event in shown),
+            chain=tuple(shown),
         )
 
     def _silent(self, wait: Wait, end: End) -> Iterable[Finding]:
@@ -104,12 +103,11 @@ class UnreportedFailure(RuleVerdict):
                 blocks=listed(wait.blocks),
                 ranks=(view.rank,),
                 code=_code(call)[0] or None,
-                evidence=tuple(event.seq for event in shown),
                 culprit=f"the worker of rank {view.rank}: its failure was logged at most, and not reported",
                 advice=self.advice,
                 lead_seq=call.seq,
                 doubt=doubt,
-                chain=tuple(words.line(event) for event in shown),
+                chain=tuple(shown),
             )
 
 

@@ -13,7 +13,7 @@ A script is told by hand, so it can tell what no sound connector would do. Any k
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Script:
         return self
 
     @contextlib.contextmanager
-    def rank(self, rank: int, *, step: int | None = None) -> Iterator[None]:
+    def rank(self, rank: int, *, step: int | None = None) -> Generator[None]:
         """What is said inside is evidence of that rank, as of its own step."""
         before, own = self._source, self._step
         self._source = f"rank {rank}"
@@ -277,7 +277,12 @@ class Script:
     def checks(self) -> None:
         """The engine records the digest of its book."""
         book = self.state.book
-        self.checkpoint(digest=self.state.digest(), open_jobs=len(book.jobs), waiting_loads=len(book.loads))
+        self.checkpoint(
+            digest=self.state.digest(),
+            open_jobs=len(book.jobs),
+            pinned_blocks=self.state.pinned_blocks(),
+            waiting_loads=len(book.loads),
+        )
 
     def closes(self, **why: str) -> "Script":
         """The engine closes the log."""

@@ -1,0 +1,369 @@
+"""The command line: what it prints, and which status it ends with. Errors are one line, and never a traceback."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ledger import __version__, cli
+from ledger.report import WIDTH
+from ledger.verdicts import PUBLIC_FIELDS
+from ledger.writer import Database
+from tests.incidents.script import Script, save
+
+COMMAND = (sys.executable, "-m", "ledger.cli")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def healthy() -> Script:
+    log = Script(ranks=2, versions={"kvledger": "0.1.0"})
+    log.runs("R")
+    log.stores(0, "R", blocks=(1, 8), keys="abcdefgh")
+    log.recalls(0, "R", blocks=(1, 8), keys="abcdefgh")
+    log.finishes("R")
+    return log.closes()
+
+
+def leaking() -> Script:
+    log = Script(ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 15))
+    log.puts(0, 0, keys="abcdefghijk")
+    log.reports(0, 0)
+    call = log.put_begins(0, 1, keys="abcdefghijk")
+    log.ends(call, "raised", exception="TimeoutError")
+    log.finishes("R")
+    log.passes(90, steps=500)
+    return log.closes()
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    return str(healthy().save(tmp_path / "good.db"))
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> str:
+    return str(leaking().save(tmp_path / "bad.db"))
+
+
+# --- exit status ------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_log_ends_with_0_and_says_so_first(good: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", good]) == 0
+    assert capsys.readouterr().out.startswith("Nothing wrong was found.\n")
+
+
+def test_findings_end_with_1_and_lead_the_report(bad: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", bad]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("1 finding: leak (proven)\n")
+    assert "rank 1's put 0-2" not in out
+    assert "raised TimeoutError" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["replay"],
+        ["replay", "--no-such-option", "x.db"],
+        ["replay", "x.db", "--until", "yesterday"],
+        ["replay", "x.db", "--block", "a:b"],
+        ["replay", "x.db", "--job", "one"],
+        ["no-such-command"],
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "kvledger" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def _other_database(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE other (a)")
+    connection.commit()
+    connection.close()
+
+
+UNREADABLE = {
+    "missing": lambda path: None,
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_bytes(b"no database at all\n" * 100),
+    "other": _other_database,
+    "cut": lambda path: path.write_bytes(healthy().save(path.with_suffix(".whole")).read_bytes()[: 3 * 4096]),
+    "folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("command", ["replay", "state", "tail", "export", "verify"])
+@pytest.mark.parametrize("wrong", UNREADABLE)
+def test_a_file_that_cannot_be_read_ends_with_3_and_one_line(
+    command: str, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / f"{wrong}.db"
+    UNREADABLE[wrong](path)
+    assert cli.run([command, str(path)]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"kvledger: {path}: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_one_bad_file_of_several_ends_with_3(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", good, str(tmp_path / "missing.db")]) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fault_of_our_own_is_one_line_too(
+    good: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fault(*_: object, **__: object) -> None:
+        raise RuntimeError("one\ntwo")
+
+    monkeypatch.setattr("ledger.case.replay_files", fault)
+    assert cli.run(["replay", good]) == 3
+    assert capsys.readouterr().err == (
+        "kvledger: a fault of kvledger: RuntimeError: one two. Report it, with what KVLEDGER_TRACEBACK=1 shows.\n"
+    )
+
+
+def test_an_interrupt_is_one_line(good: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupt(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("ledger.case.replay_files", interrupt)
+    assert cli.run(["replay", good]) == 130
+    assert capsys.readouterr().err == "kvledger: interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
+    log = Script()
+    for number in range(3000):  # more than a pipe holds
+        log.arrives(f"request-{number}")
+    path = log.closes().save(tmp_path / "long.db")
+    with subprocess.Popen(
+        [*COMMAND, "export", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    ) as it:
+        assert it.stdout is not None
+        assert it.stderr is not None
+        assert it.stdout.readline().startswith(b'{"kind":"log_opened"')
+        it.stdout.close()
+        assert it.stderr.read() == b""
+        assert it.wait(60) == 0
+
+
+def test_the_installed_command_ends_with_the_status_of_the_library(bad: str):
+    done = subprocess.run([*COMMAND, "replay", bad], capture_output=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == b""
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_data_has_exactly_the_promised_shape(bad: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", "--json", bad]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert list(data) == ["log", "state", "findings", "story"]
+    assert list(data["log"]) == ["files", "engine", "events", "first", "last", "clean_end", "gaps"]
+    assert list(data["state"]) == ["digest", "open_jobs", "pinned_blocks", "waiting_loads"]
+    assert list(data["findings"][0]) == list(PUBLIC_FIELDS)
+    assert data["log"]["clean_end"] is True
+    assert data["state"]["open_jobs"] == 1
+    assert data["state"]["pinned_blocks"] == 11
+    finding = data["findings"][0]
+    assert (finding["kind"], finding["certainty"], finding["jobs"], finding["ranks"]) == ("leak", "proven", [0], [1])
+    assert finding["blocks"] == [[0, block] for block in range(5, 16)]
+    assert finding["requests"] == ["R"]
+    assert finding["since_seq"] in finding["evidence"]
+
+
+def test_the_data_of_a_healthy_log_has_no_findings(good: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", "--json", good]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["findings"] == []
+    story = data["story"]["logs"][0]
+    assert story["puts"]["bytes"] == 2 * 8 * 4096
+    assert story["loads"]["tokens_loaded"] == 160
+
+
+def test_no_line_of_a_report_is_wider_than_a_terminal(good: str, bad: str, capsys: pytest.CaptureFixture[str]):
+    cli.run(["replay", good, bad, "--check"])
+    for line in capsys.readouterr().out.splitlines():
+        assert len(line) <= WIDTH or " " not in line.strip()[14:], line  # a path is never broken
+
+
+def test_a_report_is_plain_text_when_piped(bad: str):
+    done = subprocess.run([*COMMAND, "replay", bad], capture_output=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert done.stdout.isascii()
+    assert b"\x1b" not in done.stdout
+
+
+def test_until_shows_the_log_as_it_was_and_does_not_call_it_torn(bad: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", bad, "--until", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "replayed as far as event 6; the log goes on" in out
+    assert "store job 0 of request R: open since event 4" in out
+
+
+def test_until_beyond_the_end_is_the_whole_log(bad: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", bad, "--until", "100000"]) == 1
+    assert "closed by the engine" in capsys.readouterr().out
+
+
+def test_a_report_is_narrowed_to_a_request_a_job_or_a_block(bad: str, capsys: pytest.CaptureFixture[str]):
+    for options in (["--request", "R"], ["--job", "0"], ["--block", "0:7"]):
+        assert cli.run(["replay", bad, *options]) == 1
+        assert "Time line: " in capsys.readouterr().out
+    for options in (["--request", "Q"], ["--job", "1"], ["--block", "1:7"]):
+        assert cli.run(["replay", bad, *options]) == 0
+        assert "Time line: 0 events" in capsys.readouterr().out
+
+
+def test_check_names_the_first_event_at_which_file_and_code_disagree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log = Script()
+    log.checks()
+    log.runs("R")
+    log.checkpoint(digest="f" * 64)
+    path = log.closes().save(tmp_path / "differs.db")
+    assert cli.run(["replay", "--check", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "first at event 5, agreed until event 2" in out
+    assert "f" * 64 in out
+
+
+def test_check_of_a_file_that_agrees_says_how_much_was_compared(good: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replay", "--check", good]) == 0
+    assert "good.db: all 1 checkpoint" in capsys.readouterr().out
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def test_state_prints_the_book_at_a_moment(bad: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["state", bad, "--at", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "Pinned      11 blocks" in out
+    assert "blocks 5-15 (group 0)" in out
+    assert cli.run(["state", bad, "--at", "5", "--json"]) == 0
+    book = json.loads(capsys.readouterr().out)
+    assert book["jobs"]["0"]["waiting"] == [0, 1]
+
+
+def test_export_prints_the_events_as_they_are_stored(
+    good: str, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+):
+    assert cli.run(["export", good]) == 0
+    assert capfdbinary.readouterr().out == healthy().lines()
+    copy = tmp_path / "events.jsonl"
+    assert cli.run(["export", good, "-o", str(copy)]) == 0
+    assert copy.read_bytes() == healthy().lines()
+    assert cli.run(["export", good, "-o", str(copy)]) == 2
+
+
+def test_export_of_an_unreadable_file_leaves_no_file_behind(tmp_path: Path):
+    copy = tmp_path / "events.jsonl"
+    assert cli.run(["export", str(tmp_path / "missing.db"), "-o", str(copy)]) == 3
+    assert not copy.exists()
+
+
+def test_tail_prints_the_last_events_one_line_each(good: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["tail", "-n", "2", good]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[-1].endswith("log closed: shutdown")
+
+
+def test_tail_follows_a_log_that_is_closed_to_its_end_and_stops(good: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["tail", "-f", "-n", "1", good]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_seal_and_verify(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sealed = str(tmp_path / "incident.db")
+    assert cli.run(["seal", bad, sealed]) == 0
+    digest = capsys.readouterr().out.splitlines()[1]
+    assert digest.startswith("digest ")
+    assert cli.run(["verify", sealed]) == 0
+    assert digest in capsys.readouterr().out
+    assert cli.run(["replay", sealed]) == 1
+    assert cli.run(["seal", bad, sealed]) == 2
+    assert "never overwritten" in capsys.readouterr().err
+
+
+def test_verify_of_a_changed_file_names_the_event(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sealed = tmp_path / "incident.db"
+    assert cli.run(["seal", bad, str(sealed)]) == 0
+    connection = sqlite3.connect(sealed)
+    for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+        connection.execute(f"DROP TRIGGER {name}")
+    connection.execute("UPDATE events SET data = replace(data, 'TimeoutError', 'OSError') WHERE seq = 10")
+    connection.commit()
+    connection.close()
+    assert cli.run(["verify", str(sealed)]) == 1
+    assert "event 10: " in capsys.readouterr().out
+
+
+def test_reading_leaves_the_file_and_its_folder_as_they_were(bad: str, tmp_path: Path):
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for arguments in (["replay", bad], ["state", bad], ["tail", bad], ["verify", bad]):
+        cli.run(arguments)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvledger {__version__}\n"
+
+
+def test_demo_without_an_incident_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("ledger.demo.incidents", list)
+    assert cli.run(["demo"]) == 3
+    assert "kvledger replay FILE" in capsys.readouterr().err
+
+
+def test_demo_ends_with_the_next_command_to_type(
+    bad: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("ledger.demo.incidents", lambda: [Path(bad)])
+    assert cli.run(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "1 finding: leak (proven)" in out
+    assert f"kvledger replay {bad} --job 0" in out
+
+
+def test_a_torn_log_is_told_from_a_live_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    events = leaking().events[:9]
+    path = tmp_path / "live.db"
+    database = Database(path)
+    database.create({"engine": "e", "boot": "b", "flush_interval_ms": "50"})
+    database.append(msgspec.json.encode(events))
+    assert cli.run(["replay", str(path)]) == 0
+    assert "still open: the engine writes it" in capsys.readouterr().out
+    database.close()
+    assert cli.run(["replay", str(path)]) == 1
+    assert "torn_log (proven)" in capsys.readouterr().out
+
+
+def test_files_of_one_incident_are_reported_together(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = Script("other")
+    other.runs("X")
+    other.finishes("X")
+    path = save(other.closes().events, tmp_path / "other.db")
+    assert cli.run(["replay", good, str(path), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["log"]["engine"] == "engine, other"
+    assert [each["file"] for each in data["story"]["logs"]] == [good, str(path)]
