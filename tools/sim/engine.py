@@ -1,0 +1,486 @@
+"""vLLM's scheduler with the plugin attached, stepped as vLLM's engine core steps it, in virtual time.
+
+Real: `Scheduler` or `AsyncScheduler`, its KV cache manager and block pool, `KVOutputAggregator`, and the whole of the plugin's
+connector but its writer: the log stays in memory. Modelled: the engine core's loop (`step`, or with the next step scheduled before
+the last one's output is known, `step_with_batch_queue`), and the model, which writes KV contents and makes tokens up.
+
+vLLM keeps some request ids in sets, whose order differs from process to process, and frees blocks in that order. So that a seed
+means the same run everywhere, `_Ordered` makes these few places go in order of the id.
+"""
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import scheduler as upstream_scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import MooncakeStoreCoordinator
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeLookupResult
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connector.books import Books
+from connector.store_connector import KVLedgerStoreConnector
+from ledger.log import Log
+from ledger.settings import Settings
+from ledger.state import State
+from tools.sim import plan as pl
+from tools.sim.clock import STEP_NS, Clock
+from tools.sim.memory import Group, Memory
+from tools.sim.memory import Run as MemoryRun
+from tools.sim.store import Faults, RankStore, Store, TransferWatch
+from tools.sim.workers import Rank
+
+VOCABULARY = 500
+WINDOW_BLOCKS = 3
+MAX_MODEL_LEN = 2048
+STALL_SUSPECT_S = 0.6
+"""60 steps of virtual time, so that stalls are suspected within a run."""
+
+
+def quiet() -> None:
+    """Silence what vLLM and the plugin say: thousands of runs would drown the result, and the log is checked anyway."""
+    for name in ("vllm", "kvledger"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+class Batch(NamedTuple):
+    """A step between its schedule and its output.
+
+    Attributes:
+        runs: what the model computes.
+        sampled: for each of them, whether a token is sampled.
+    """
+
+    output: SchedulerOutput
+    runs: list[MemoryRun]
+    sampled: list[bool]
+
+
+class Host(TransferWatch):
+    """What the engine needs of its surroundings: who watches the pool and the transfers."""
+
+    clock: Clock
+
+    def watched(self, pool: BlockPool) -> BlockPool:
+        """Return what the connector gets as the block pool."""
+        ...
+
+    def looked_up(self, hit_tokens: int) -> None:
+        """A lookup was answered."""
+        ...
+
+    def wrong(self, detail: str) -> None:
+        """A step attended to wrong KV."""
+        ...
+
+
+class Direct:
+    """Stands in for upstream's lookup client, which asks rank 0 over a socket: here it is a call.
+
+    With a delay it answers like upstream's asynchronous lookups: not yet, until some steps later.
+    """
+
+    def __init__(self, _config: object) -> None:
+        self.engine: Engine | None = None
+        self._ready_step: dict[str, int] = {}
+
+    def lookup(
+        self, req_id: str, num_tokens: int, block_hashes: list[Any], non_block: bool = False
+    ) -> MooncakeLookupResult | None:
+        """Return what the store holds of a request, or None while a lookup is under way."""
+        engine = self.engine
+        if engine is None:
+            raise RuntimeError("the lookup client was used before the engine was built")
+        if non_block:
+            ready = self._ready_step.setdefault(req_id, engine.step_number + engine.shape.lookup_delay_steps)
+            if engine.step_number < ready:
+                return None
+            del self._ready_step[req_id]
+        result = engine.ranks[0].worker.lookup(num_tokens, block_hashes)
+        engine.host.looked_up(result.hit_length)
+        return result
+
+    def discard(self, req_id: str) -> None:
+        """Forget a lookup that is under way."""
+        self._ready_step.pop(req_id, None)
+
+    def reset(self) -> bool:
+        """Let rank 0's saves drain and empty the store, as upstream's lookup server does; the engine waits meanwhile.
+
+        Upstream waits for ever if a put hangs. Here it gives up after 50 steps, and the reset fails.
+        """
+        engine = self.engine
+        if engine is None:
+            return False
+        thread = engine.ranks[0].worker.kv_send_thread
+        for _ in range(50):
+            if thread is None or not thread.request_queue.unfinished_tasks:
+                engine.ranks[0].worker.store.remove_all(force=True)
+                return True
+            engine.clock.advance(engine.clock.now_ns + STEP_NS)
+        return False
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class SimulatedConnector(KVLedgerStoreConnector):
+    """The plugin's connector with its log in memory and on virtual time, and its view of the pool watched."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
+        self._engine = _under_construction[-1]
+        with mock.patch.object(upstream_scheduler, "LookupKeyClient", Direct):
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._half.client.engine = self._engine  # type: ignore[attr-defined]
+
+    def _open_books(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Books:
+        clock = self._engine.clock
+        log = Log(
+            State(),
+            queue_limit_events=1 << 30,
+            checkpoint_interval_events=64,
+            wall_ns=clock.wall_ns,
+            mono_ns=clock.mono_ns,
+        )
+        shape = self._engine.shape
+        opened: dict[str, Any] = {
+            "engine": "simulated",
+            "boot": f"seed-{self._engine.seed}",
+            "connector": "KVLedgerStoreConnector",
+            "role": shape.role,
+            "ranks": ((0, shape.ranks - 1),),
+            "tensor_parallel": shape.ranks,
+            "num_blocks": kv_cache_config.num_blocks,
+            "block_sizes": tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups),
+            "policy": shape.policy,
+            "settings": settings.changed(),
+        }
+        return Books(settings, opened, log)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Give the plugin the pool, watched."""
+        super().bind_gpu_block_pool(self._engine.host.watched(gpu_block_pool))
+
+
+_under_construction: list["Engine"] = []
+"""vLLM's factory builds the connector by name and passes no engine along."""
+
+
+class SortedIds(set[str]):
+    """A set of request ids that is walked in their order."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
+
+
+class _Ordered(Scheduler):
+    """vLLM's scheduler, walking its sets of request ids in order."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests one by one."""
+        if request_ids is None or isinstance(request_ids, str):
+            return super().finish_requests(request_ids, finished_status)
+        ended: list[Request] = []
+        for request_id in sorted(request_ids):
+            ended.extend(super().finish_requests(request_id, finished_status))
+        return ended
+
+
+class _OrderedAsync(_Ordered, AsyncScheduler):
+    """The same for vLLM's asynchronous scheduler."""
+
+
+class Engine:
+    """An engine of one run.
+
+    Attributes:
+        step_number: steps and idle ticks so far.
+        executed: steps that were scheduled.
+        queue: steps that are scheduled and not yet executed, newest first.
+        unheard: the last answer of a rank that was lost.
+    """
+
+    def __init__(self, plan: pl.Plan, host: Host, store: Store, faults: Faults) -> None:
+        shape = plan.shape
+        self.seed = plan.seed
+        self.shape = shape
+        self.host = host
+        self.clock = host.clock
+        self.faults = faults
+        self.step_number = 0
+        self.executed = 0
+        self.queue: deque[Batch] = deque()
+        self.unheard: dict[int, KVConnectorOutput] = {}
+        config, cache = _vllm_config(shape), _kv_cache_config(shape)
+        self.block_size, self.hash_block_size = resolve_kv_cache_block_sizes(cache, config)
+        self._hasher = get_request_block_hasher(self.hash_block_size, _hash)
+        _under_construction.append(self)
+        try:
+            self.scheduler: Scheduler = (_OrderedAsync if shape.pipelined else _Ordered)(
+                vllm_config=config,
+                kv_cache_config=cache,
+                log_stats=False,
+                block_size=self.block_size,
+                hash_block_size=self.hash_block_size,
+                structured_output_manager=StructuredOutputManager(config),
+            )
+        finally:
+            _under_construction.pop()
+        self.scheduler.use_v2_model_runner = shape.runner == 2
+        connector = self.scheduler.connector
+        if not isinstance(connector, SimulatedConnector) or connector.books is None:
+            raise TypeError("vLLM built another connector than the simulated one")
+        self.connector = connector
+        self.books = connector.books
+        self.memory = Memory(shape.ranks, shape.blocks, _groups(shape, self.hash_block_size), host.wrong)
+        coordinator = MooncakeStoreCoordinator.from_kv_cache_config(
+            cache, config, self.block_size, self.hash_block_size
+        )
+        self.ranks = [
+            Rank(
+                number,
+                shape,
+                coordinator,
+                tuple(cache.prefix_cacheable_group_ids),
+                RankStore(store, number, self.clock, faults, self.memory, host),
+                self.clock,
+                faults,
+                self.books.log,
+                self.books.settings,
+            )
+            for number in range(shape.ranks)
+        ]
+        self._aggregator = KVOutputAggregator(shape.ranks) if shape.ranks > 1 else None
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request_id: str, tokens: list[int], max_tokens: int) -> Request:
+        """Give the scheduler a request, and return it."""
+        request = Request(
+            request_id,
+            tokens,
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            arrival_time=self.clock.now_ns / 1e9,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """Schedule a step if vLLM's engine core would; return the batch to execute now, if there is one."""
+        scheduler, queue = self.scheduler, self.queue
+        self.step_number += 1
+        depth = 2 if self.shape.pipelined else 1
+        if scheduler.has_requests():
+            batch = self._schedule()
+            queue.appendleft(batch)
+            if len(queue) < depth and (batch.output.total_num_scheduled_tokens > 0 or scheduler.has_requests()):
+                return None
+        return queue.pop() if queue else None
+
+    def _schedule(self) -> Batch:
+        self.executed += 1
+        output = self.scheduler.schedule()
+        requests, manager = self.scheduler.requests, self.scheduler.kv_cache_manager
+        scheduled = output.num_scheduled_tokens
+        runs: list[MemoryRun] = []
+        sampled: list[bool] = []
+        started = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        started.extend(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, computed in started:
+            request = requests[request_id]
+            runs.append((request, computed, scheduled[request_id], manager.get_block_ids(request_id)))
+            sampled.append(not request.is_prefill_chunk)
+        return Batch(output, runs, sampled)
+
+    def execute(self, batch: Batch, lost_down: set[int], lost_up: set[int]) -> list[KVConnectorOutput | None]:
+        """Run a step on all ranks, and return what each tells the scheduler; None for what is lost.
+
+        Args:
+            batch: the step.
+            lost_down: ranks that do not get the scheduler's message.
+            lost_up: ranks whose answer is lost.
+        """
+        clock, metadata = self.clock, batch.output.kv_connector_metadata
+        start_ns = clock.now_ns
+        clock.advance(start_ns + STEP_NS // 2)
+        self.memory.compute(batch.runs)
+        for rank in self.ranks:
+            if rank.number not in lost_down:
+                rank.run(metadata)  # type: ignore[arg-type]
+        clock.advance(start_ns + STEP_NS)
+        answers: list[KVConnectorOutput | None] = []
+        for rank in self.ranks:
+            heard = metadata if rank.number not in lost_down else _NOTHING_HEARD
+            finished = batch.output.finished_req_ids if rank.number not in lost_down else set[str]()
+            answer = rank.answer(heard, finished)  # type: ignore[arg-type]
+            if rank.number in lost_up:
+                self.unheard[rank.number] = answer
+                answers.append(None)
+            else:
+                answers.append(answer)
+        return answers
+
+    def combine(self, batch: Batch, answers: list[KVConnectorOutput | None]) -> ModelRunnerOutput:
+        """Return the ranks' answers as vLLM's aggregator combines them. It writes into the first one."""
+        ids = [request.request_id for request, *_ in batch.runs]
+        tokens = [
+            [self._sample(request, start + count)] if sampled else []
+            for (request, start, count, _), sampled in zip(batch.runs, batch.sampled, strict=True)
+        ]
+        outputs = [
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=tokens,
+                kv_connector_output=answer,
+            )
+            for answer in answers
+        ]
+        output = self._aggregator.aggregate(outputs) if self._aggregator is not None else outputs[0]  # type: ignore[arg-type]
+        if output is None:
+            raise RuntimeError("vLLM's aggregator dropped the output")
+        about = output.kv_connector_output
+        if about is not None and about.finished_recving:
+            about.finished_recving = SortedIds(about.finished_recving)
+        return output
+
+    def _sample(self, request: Request, position: int) -> int:
+        """Return the token at `position`: the same prompt always goes on in the same way."""
+        return pl.mix(pl.number_of(request.block_hashes[0].hex()) if request.block_hashes else 0, position) % VOCABULARY
+
+    def update(self, batch: Batch, output: ModelRunnerOutput) -> None:
+        """Give the scheduler a step's output."""
+        self.scheduler.update_from_output(batch.output, output)
+
+    def idle(self) -> None:
+        """Let a step's time pass without a step."""
+        self.clock.advance(self.clock.now_ns + STEP_NS)
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Return the requests of steps that are scheduled and not yet executed."""
+        return [request.request_id for batch in self.queue for request, *_ in batch.runs]
+
+
+class _Silence:
+    """The metadata of a rank that heard nothing this step."""
+
+    requests: tuple[()] = ()
+    preempted_req_ids: frozenset[str] = frozenset()
+    unfinished_request_ids: frozenset[str] = frozenset()
+
+
+_NOTHING_HEARD = _Silence()
+
+
+# --- configuration ------------------------------------------------------------------------------------------------------
+
+
+def _hash(value: Any) -> bytes:
+    """Hash what vLLM hashes for a block: the parent's hash, its tokens, and extra keys."""
+    return hashlib.sha256(repr(value).encode()).digest()[:16]
+
+
+@lru_cache(maxsize=1)
+def _model() -> ModelConfig:
+    folder = Path(tempfile.mkdtemp(prefix="kvledger-sim-"))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "vocab_size": 512,
+                "max_position_embeddings": MAX_MODEL_LEN,
+                "torch_dtype": "bfloat16",
+            }
+        )
+    )
+    init_none_hash(_hash)
+    return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN)
+
+
+def _vllm_config(shape: pl.Shape) -> VllmConfig:
+    extra: dict[str, Any] = {
+        "lookup_async": shape.lookup_delay_steps > 0,
+        "save_decode_cache": shape.save_decode_cache,
+        "on_invariant_violation": shape.on_invariant_violation,
+        "max_inflight_store_jobs": shape.max_inflight_store_jobs,
+        "max_pinned_fraction": shape.max_pinned_fraction,
+        "stall_suspect_s": STALL_SUSPECT_S,
+    }
+    config = VllmConfig(
+        model_config=_model(),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.max_seqs,
+            max_num_batched_tokens=shape.max_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+            async_scheduling=shape.pipelined,
+        ),
+        cache_config=CacheConfig(block_size=shape.block_size, enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="SimulatedConnector",
+            kv_connector_module_path="tools.sim.engine",
+            kv_role=shape.role,  # type: ignore[arg-type]
+            kv_load_failure_policy=shape.policy,  # type: ignore[arg-type]
+            kv_connector_extra_config=extra,
+        ),
+    )
+    config.cache_config.num_gpu_blocks = shape.blocks
+    config.parallel_config.world_size = shape.ranks
+    return config
+
+
+def _kv_cache_config(shape: pl.Shape) -> KVCacheConfig:
+    size = shape.block_size
+    head: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(block_size=size, **head))]
+    if shape.layout != "full":
+        short = size if shape.layout == "window" else size // 2
+        window = SlidingWindowSpec(block_size=short, sliding_window=WINDOW_BLOCKS * short, **head)
+        groups.append(KVCacheGroupSpec(["window"], window))
+    return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _groups(shape: pl.Shape, hash_block_size: int) -> list[Group]:
+    size = shape.block_size
+    groups = [Group(size, size // hash_block_size, 0, b"")]
+    if shape.layout != "full":
+        short = size if shape.layout == "window" else size // 2
+        groups.append(Group(short, short // hash_block_size, WINDOW_BLOCKS * short, b"window"))
+    return groups

@@ -1,0 +1,266 @@
+"""One run, from a plan to a result."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from ledger import events as ev
+from ledger.errors import InvariantViolation
+from tools.sim import plan as pl
+from tools.sim.checks import Broken, Checks, Feed
+from tools.sim.client import Client
+from tools.sim.clock import STEP_NS, Clock
+from tools.sim.engine import Batch, Engine
+from tools.sim.store import Faults, Store
+
+PATIENCE_STEPS = 400
+"""Steps after the faults until clients give up on what is stuck behind blocks that are lost for good."""
+
+LAST_STEP = 2_000
+"""Steps after the faults by which everything must have settled."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What came of a run.
+
+    Attributes:
+        steps: engine steps that were scheduled, the last ones included, in which everything settles.
+        ended: `settled`, `violation` (the books stopped the engine over a broken report, as they should), or `died`.
+        digest: SHA-256 over all events of the log, as JSON.
+        state: digest of the book at the end.
+        seconds: how long it took; the one thing here that differs from machine to machine.
+        seen: how often things happened.
+        lines: the log, one JSON line for each event, if it was asked for.
+        passed_over: failures of kinds that were not looked for.
+    """
+
+    seed: int
+    steps: int
+    events: int
+    ended: str
+    digest: str
+    state: str
+    seconds: float
+    seen: dict[str, int]
+    broken: Broken | None = None
+    lines: tuple[bytes, ...] = ()
+    passed_over: dict[str, int] = {}
+
+
+class World:
+    """Everything of one run, and who is told what: the engine and the store speak to the checks through it."""
+
+    def __init__(self, plan: pl.Plan, only: str | None, keep_log: bool) -> None:
+        self.plan = plan
+        self.clock = Clock()
+        self.checks = Checks(plan.shape, self.clock, only)
+        self.store = Store(plan.seed)
+        self.faults = Faults(plan, self.clock)
+        self.engine = Engine(plan, self.checks, self.store, self.faults)  # type: ignore[arg-type]
+        self.hash = hashlib.sha256()
+        self.feed = Feed(self.engine.books.log, keep_log, self.hash)
+        self.checks.bind(self.engine.scheduler, self.engine.books.log, self.feed)
+        self.client = Client(plan, self.engine, self.checks.count)
+
+
+class Run:
+    """A run in progress.
+
+    Args:
+        plan: what happens.
+        only: look for this kind of failure alone; see `Checks`.
+        keep_log: keep the events for the result.
+        alter: called with the world before the first step; the canaries come in here.
+    """
+
+    def __init__(
+        self,
+        plan: pl.Plan,
+        only: str | None = None,
+        keep_log: bool = False,
+        alter: Callable[["World"], None] | None = None,
+    ) -> None:
+        self.world = World(plan, only, keep_log)
+        self._plan = plan
+        self._step = 0
+        self._ended = ""
+        self._at: dict[int, list[Any]] = {}
+        for decision in plan.decisions:
+            if isinstance(decision, pl.Stray | pl.Die | pl.Lose | pl.Evict):
+                self._at.setdefault(decision.step, []).append(decision)
+        if alter is not None:
+            alter(self.world)
+
+    def play(self) -> Result:
+        """Play the run to its end, and return what came of it."""
+        started = time.perf_counter()
+        checks, world = self.world.checks, self.world
+        try:
+            self._play()
+        except Exception as error:  # noqa: BLE001 - whatever leaves the engine is a finding, and the run ends with it
+            checks.fail("crash", _described(error))
+        finally:
+            world.clock.close()
+        world.feed.take()
+        return Result(
+            seed=self._plan.seed,
+            steps=world.engine.executed,
+            events=world.feed.count,
+            ended=self._ended or "broken",
+            digest=world.hash.hexdigest(),
+            state=world.engine.books.state.digest(),
+            seconds=time.perf_counter() - started,
+            seen=checks.seen,
+            broken=checks.broken,
+            lines=tuple(world.feed.lines),
+            passed_over=checks.passed_over,
+        )
+
+    def _play(self) -> None:
+        checks, world = self.world.checks, self.world
+        while self._step < self._plan.steps and not self._over():
+            self._tick()
+        if self._over():
+            return
+        world.faults.active = False
+        checks.lookup_hook = None
+        world.client.go_home()
+        world.clock.release()
+        for step in range(LAST_STEP):
+            if checks.is_settled() and not world.engine.queue and not self._has_more():
+                break
+            if step == PATIENCE_STEPS and any(checks.leftovers()):
+                world.client.give_up()
+            self._tick()
+            if self._over():
+                return
+        self._ended = "settled"
+        checks.at_the_end()
+        if checks.broken is None:
+            world.engine.books.log.append(ev.LogClosed)
+
+    def _has_more(self) -> bool:
+        """Whether vLLM wants another step although nothing is open: it still has to tell its workers who finished."""
+        jobs, loads = self.world.checks.leftovers()
+        return not jobs and not loads and self.world.engine.scheduler.has_requests()
+
+    def _over(self) -> bool:
+        return self.world.checks.broken is not None or bool(self._ended)
+
+    def _tick(self) -> None:
+        world, checks = self.world, self.world.checks
+        step = self._step
+        self._step += 1
+        checks.step = step
+        decisions = self._at.pop(step, ())
+        for decision in decisions:
+            self._strike(decision)
+        if self._ended:
+            return
+        world.client.before_step(step)
+        scheduled = world.engine.executed
+        batch = world.engine.schedule()
+        if world.engine.executed > scheduled:
+            checks.scheduled(self._newest(batch).output.kv_connector_metadata)  # type: ignore[arg-type]
+        if batch is not None:
+            self._finish(batch, decisions)
+        elif world.engine.executed == scheduled:
+            self._idle()
+        checks.after_step()
+
+    def _newest(self, batch: Batch | None) -> Batch:
+        queue = self.world.engine.queue
+        if queue:
+            return queue[0]
+        if batch is None:
+            raise RuntimeError("a step was scheduled and is nowhere")
+        return batch
+
+    def _idle(self) -> None:
+        if self.world.checks.jobs.keys() - self.world.checks.leftovers()[0]:
+            self.world.checks.fail("stopped", "the engine would stop stepping while store jobs are open")
+        self.world.engine.idle()
+
+    def _finish(self, batch: Batch, decisions: Iterable[Any]) -> None:
+        world, checks = self.world, self.world.checks
+        lost = [decision for decision in decisions if isinstance(decision, pl.Lose)]
+        down = {decision.rank for decision in lost if decision.way == "down"}
+        up = {decision.rank for decision in lost if decision.way == "up"}
+        metadata = batch.output.kv_connector_metadata
+        for rank in sorted(down):
+            checks.lost_down(rank, metadata)  # type: ignore[arg-type]
+        answers = world.engine.execute(batch, down, up)
+        for rank in sorted(up):
+            checks.lost_up(world.engine.unheard[rank])
+        world.client.mid_step(self._step)
+        checks.delivered(answers)
+        output = world.engine.combine(batch, answers)
+        violations = world.feed.violations
+        try:
+            world.engine.update(batch, output)
+        except InvariantViolation as violation:
+            self._stopped_by_the_books(violation)
+            return
+        world.feed.take()
+        cried = world.feed.violations > violations
+        if cried != bool(checks.violation_due):
+            detail = checks.violation_due or "a rule was reported as broken, and every report was sound"
+            checks.fail("violation", detail if cried else f"nothing was recorded: {detail}")
+
+    def _stopped_by_the_books(self, violation: InvariantViolation) -> None:
+        checks = self.world.checks
+        self._ended = "violation"
+        checks.count("engines stopped by the books")
+        if self._plan.shape.on_invariant_violation != "raise" or not checks.violation_due:
+            checks.fail("violation", f"the books stopped the engine without a reason: {violation}")
+        held = self.world.checks.watched_pool.held
+        for number, job in checks.jobs.items():
+            if any(held[block] == 0 for block in job.blocks):
+                checks.fail("pins", f"the engine stopped, and blocks of job {number} are not held any more")
+
+    def _strike(self, decision: Any) -> None:
+        world, checks = self.world, self.world.checks
+        match decision:
+            case pl.Die():
+                checks.count("ranks died")
+                self._ended = "died"
+            case pl.Evict(before_load=0):
+                world.store.evict(decision.share)
+            case pl.Evict():
+                until_ns = world.clock.now_ns + decision.before_load * STEP_NS
+
+                def evict() -> None:
+                    if world.clock.now_ns < until_ns:
+                        world.clock.at(world.clock.now_ns + 1, lambda: world.store.evict(decision.share))
+
+                checks.lookup_hook = evict
+            case pl.Stray():
+                self._stray(decision)
+            case _:
+                pass
+
+    def _stray(self, decision: pl.Stray) -> None:
+        world, checks = self.world, self.world.checks
+        rank = world.engine.ranks[decision.rank]
+        if decision.what == "unknown":
+            rank.report_job(checks.next_job + 1_000)
+        elif decision.what == "settled":
+            settled = next((job for job in range(checks.next_job) if job not in checks.jobs), None)
+            if settled is not None:
+                rank.report_job(settled)
+        else:
+            load = checks.settled_load()
+            if load is not None:
+                rank.report_load(load[1], load[0])
+
+
+def _described(error: BaseException) -> str:
+    """Return an error with the place where it was raised, in one line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f"{trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}" if trace is not None else "?"
+    return f"{type(error).__name__} at {where}: {error}".replace("\n", " ")

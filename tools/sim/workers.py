@@ -1,0 +1,302 @@
+"""One simulated rank: upstream's and the plugin's worker code, run without threads.
+
+What is real here: upstream's `MooncakeStoreWorker` methods, its two transfer threads' handling of a job and a load, its token
+databases and masks, and all of the plugin's worker half. What is modelled: the thread loop (a `Lanes` queue that runs each
+item as a call in virtual time), the constructor (which needs a device and a store), the GPU event that a save waits for, and the
+store itself. A rank answers a step as vLLM's model runner does, with the same calls in the same order.
+"""
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker as upstream
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import MooncakeStoreCoordinator
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
+    KeyMetadata,
+    MooncakeStoreConnectorMetadata,
+    ReqMeta,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+from connector.adopt import adopt
+from connector.store_worker import LedgerStoreWorker
+from connector.worker_meta import JobReport, LoadReport
+from ledger import events as ev
+from ledger.log import Log
+from ledger.settings import Settings
+from tools.sim.clock import STEP_NS, Call, Clock, getcurrent
+from tools.sim.plan import Shape
+from tools.sim.store import BASE_ADDRESS, BLOCK_BYTES, Faults, RankStore
+
+DISPATCH_NS = STEP_NS // 100
+"""From queueing a job to a thread taking it up: 0.1 ms."""
+
+
+class Lanes:
+    """The queue of one or more of upstream's transfer threads, and those threads as calls in virtual time.
+
+    It has the methods of `queue.Queue` that upstream's code uses.
+
+    Attributes:
+        unfinished_tasks: items put and not yet done.
+        swallowed: exceptions that left a thread's handler; upstream's thread loop logs them and goes on.
+    """
+
+    def __init__(self, clock: Clock, after: Callable[[Any], None]) -> None:
+        self.unfinished_tasks = 0
+        self.swallowed: list[Exception] = []
+        self._clock = clock
+        self._after = after
+        self._waiting: deque[Any] = deque()
+        self._idle: deque[Any] = deque()
+
+    def serve(self, thread: Any) -> None:
+        """Let `thread` handle items."""
+        self._idle.append(thread)
+
+    def put(self, item: Any) -> None:
+        """Queue an item."""
+        self.unfinished_tasks += 1
+        self._waiting.append(item)
+        if self._idle:
+            thread = self._idle.popleft()
+            self._clock.start(lambda: self._run(thread), DISPATCH_NS)
+
+    def task_done(self) -> None:
+        """Count an item as done."""
+        self.unfinished_tasks -= 1
+
+    def _run(self, thread: Any) -> None:
+        call = getcurrent()
+        assert_call(call)
+        while self._waiting:
+            call.item = item = self._waiting.popleft()
+            try:
+                thread._handle_request(item)  # noqa: SLF001 - upstream's own entry, which its loop calls
+            except Exception as error:  # noqa: BLE001 - as upstream's loop does
+                self.swallowed.append(error)
+            self._after(item)
+        self._idle.append(thread)
+
+
+def assert_call(call: object) -> None:
+    """Raise if `call` is not a call in virtual time."""
+    if not isinstance(call, Call):
+        raise TypeError("a lane runs outside of virtual time")
+
+
+class Fence:
+    """The GPU event that a save waits for. By the time a job is taken up its step has run, so it only ever fails."""
+
+    def __init__(self, faults: Faults, request: str, rank: int) -> None:
+        self._faults = faults
+        self._request = request
+        self._rank = rank
+
+    def synchronize(self) -> None:
+        """Return at once, or raise what the plan says."""
+        self._faults.raise_if_due("fence", self._request, self._rank)
+
+
+class VirtualEvidence:
+    """Takes a rank's evidence straight into the log, stamped with virtual time."""
+
+    def __init__(self, log: Log, rank: int, clock: Clock) -> None:
+        self.origin = f"rank {rank}"
+        self.step = 0
+        self._log = log
+        self._clock = clock
+        self._started_ns: dict[str, int] = {}
+
+    def emit(self, event: Any) -> None:
+        """Append an event of the plugin's worker half."""
+        clock = self._clock
+        stamps: dict[str, Any] = {"ts_ns": clock.wall_ns(), "mono_ns": clock.mono_ns()}
+        if isinstance(event, ev.TransferStarted):
+            self._started_ns[event.transfer] = clock.now_ns
+        elif isinstance(event, ev.TransferFinished):
+            stamps["duration_ns"] = clock.now_ns - self._started_ns.pop(event.transfer)
+        self._log.append_evidence(msgspec.structs.replace(event, **stamps))
+
+
+class CallLocal:
+    """Stands in for a `threading.local`: what is set in a suspended call is seen by that call only."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getcurrent(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getcurrent(), name, value)
+
+
+class Rank:
+    """One rank.
+
+    Attributes:
+        number: the rank.
+        worker: the plugin's worker half.
+        alive: False once the plan has killed it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        shape: Shape,
+        coordinator: MooncakeStoreCoordinator,
+        kv_groups: tuple[int, ...],
+        store: RankStore,
+        clock: Clock,
+        faults: Faults,
+        log: Log,
+        settings: Settings,
+    ) -> None:
+        self.number = number
+        self.alive = True
+        self._clock = clock
+        self._faults = faults
+        self._shares_memory = shape.ranks == 1
+        self.worker = self._build(shape, coordinator, kv_groups, store, log, settings)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def run(self, metadata: MooncakeStoreConnectorMetadata) -> None:
+        """Take up a step's loads and saves, as after the forward pass was launched."""
+        if not self._shares_memory:
+            metadata = _delivered(metadata)
+        self.worker.start_load_kv(metadata)
+        thread = self.worker.kv_send_thread
+        if thread is None:
+            return
+        for req_meta in metadata.requests:
+            if req_meta.can_save:
+                req_meta.current_event = Fence(self._faults, req_meta.req_id, self.number)  # type: ignore[assignment]
+                thread.add_request(req_meta)
+
+    def answer(self, metadata: MooncakeStoreConnectorMetadata, finished: set[str]) -> KVConnectorOutput:
+        """Return what this rank tells the scheduler at the end of a step, with the calls that vLLM's model runner makes."""
+        worker = self.worker
+        results = worker.get_transfer_results(finished, metadata)
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+
+    def report_job(self, job: int) -> None:
+        """Report a job out of turn, as a broken worker would."""
+        self.worker._reports.add_job(JobReport(job, self.number, "stored"))  # noqa: SLF001 - the fault is that nobody asked
+
+    def report_load(self, load: int, request: str) -> None:
+        """Report a load out of turn, to the books and to vLLM, as a broken worker would."""
+        self.worker._reports.add_load(LoadReport(load, self.number, "loaded"))  # noqa: SLF001 - as above
+        upstream.KVTransferThread.set_finished_request(self.worker.kv_recv_threads[0], request)
+
+    # --- building ---------------------------------------------------------------------------------------------------
+
+    def _build(
+        self,
+        shape: Shape,
+        coordinator: MooncakeStoreCoordinator,
+        kv_groups: tuple[int, ...],
+        store: RankStore,
+        log: Log,
+        settings: Settings,
+    ) -> LedgerStoreWorker:
+        worker = upstream.MooncakeStoreWorker.__new__(upstream.MooncakeStoreWorker)
+        groups = coordinator.kv_cache_groups
+        worker.dp_rank = worker.pp_rank = worker.pcp_rank = worker.dcp_rank = 0
+        worker.pp_size = worker.pcp_size = worker.dcp_size = 1
+        worker.tp_rank, worker.tp_size = self.number, shape.ranks
+        worker.num_kv_head = 1 if shape.striped else shape.ranks
+        worker.kv_role = shape.role
+        worker.can_put = shape.role in ("kv_producer", "kv_both") or shape.save_decode_cache
+        worker.load_async = True
+        worker._capacity_only = False
+        worker._is_hma_required = len(groups) > 1
+        worker.hash_block_size = coordinator.hash_block_size
+        worker.block_size = coordinator.lcm_block_size
+        worker.coord = coordinator
+        worker._kv_cache_groups = groups
+        worker.store = store
+        worker.enable_kv_events = False
+        worker.finished_store_req = set()
+        worker.kv_send_thread = None
+        worker.kv_recv_threads = []
+        worker.recv_request_queue = Lanes(self._clock, self._after_load)  # type: ignore[assignment]
+        worker._group_tp_replication_factors = worker._compute_group_tp_replication_factors()
+        metadata = KeyMetadata("model", tp_rank=self.number, pcp_rank=0, dcp_rank=0, pp_rank=0)
+        worker.token_dbs = worker._build_token_databases(metadata, None)
+        worker._init_lookup_key_prefixes()
+        worker._record_kv_connector_operation = _no_metrics  # type: ignore[method-assign]
+        promoted = adopt(worker, LedgerStoreWorker)
+        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=self.number))
+        promoted.open(config, "simulated", msgspec.structs.replace(settings, evidence=False), kv_groups)  # type: ignore[arg-type]
+        promoted.store._sender = VirtualEvidence(log, self.number, self._clock)
+        promoted.store._current = CallLocal()
+        promoted._sender = promoted.store._sender
+        with mock.patch.object(upstream.MooncakeStoreWorker, "register_kv_caches", self._build_threads(shape)):
+            promoted.register_kv_caches({})
+        return promoted
+
+    def _build_threads(self, shape: Shape) -> Callable[..., None]:
+        """Return what stands in for upstream's registration: the same threads, built and not started."""
+
+        def register_kv_caches(worker: upstream.MooncakeStoreWorker, kv_caches: object) -> None:
+            for database in worker.token_dbs:
+                database.set_kv_caches_base_addr([BASE_ADDRESS])
+                database.set_block_len([BLOCK_BYTES])
+            common = (worker.token_dbs, worker.block_size, worker.tp_rank)
+            if worker.can_put:
+                sender = upstream.KVCacheStoreSendingThread(
+                    worker.store, worker.coord, *common, worker._group_tp_replication_factors, worker.kv_role,
+                    threading.Event(),
+                )  # fmt: skip
+                lanes = Lanes(self._clock, self._after_job)
+                lanes.serve(sender)
+                sender.request_queue = lanes  # type: ignore[assignment]
+                worker.kv_send_thread = sender
+            for _ in range(shape.receivers):
+                receiver = upstream.KVCacheStoreRecvingThread(
+                    worker.store, worker.coord, *common, threading.Event(),
+                    request_queue=worker.recv_request_queue, is_hma_required=worker._is_hma_required,
+                )  # fmt: skip
+                worker.recv_request_queue.serve(receiver)  # type: ignore[attr-defined]
+                worker.kv_recv_threads.append(receiver)
+
+        return register_kv_caches
+
+    def _after_job(self, item: ReqMeta) -> None:
+        if self._faults.answers_twice("put", item.req_id, self.number) and item.store_job_id is not None:
+            job = item.store_job_id
+            self._clock.at(self._clock.now_ns + STEP_NS * 3 // 2, lambda: self.report_job(job))
+
+    def _after_load(self, item: ReqMeta) -> None:
+        load = getattr(item, "kvledger_load", -1)
+        if self._faults.answers_twice("get", item.req_id, self.number):
+            self._clock.at(self._clock.now_ns + STEP_NS * 3 // 2, lambda: self.report_load(load, item.req_id))
+
+
+def _no_metrics(*_: object, **__: object) -> None:
+    """Upstream's metrics are timed by a real clock."""
+
+
+def _delivered(metadata: MooncakeStoreConnectorMetadata) -> MooncakeStoreConnectorMetadata:
+    """Return a copy, as a worker in another process gets one: it shares no list with the scheduler."""
+    delivered = copy.copy(metadata)
+    delivered.requests = []
+    for req_meta in metadata.requests:
+        own = copy.copy(req_meta)
+        own.block_ids = tuple([ids.copy() for ids in req_meta.block_ids])
+        own.block_hashes = list(req_meta.block_hashes)
+        if req_meta.load_spec is not None:
+            own.load_spec = copy.copy(req_meta.load_spec)
+        delivered.requests.append(own)
+    return delivered
