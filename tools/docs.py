@@ -8,14 +8,19 @@ import argparse
 import ast
 import difflib
 import re
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import click
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the checkout this file stands in, whatever is installed
 
+import ledger.cli
 import ledger.codes
+import ledger.demo
 import ledger.settings
 
 HEADING = re.compile(r"^# --- (?P<title>.+?) -+$")
@@ -144,7 +149,7 @@ def codes_page() -> str:
         (f"`{row.code}`", "yes" if row.retryable else "no", row.meaning, row.action) for row in codes.CODES.values()
     ]
 
-    def numbers(of: Mapping[int, tuple[str, codes.KVCacheErrorCode]]) -> str:
+    def numbers(of: Mapping[int, tuple[str, ledger.codes.KVCacheErrorCode]]) -> str:
         return table(
             ["raw", "its name there", "code"],
             [(f"`{number}`", f"`{name}`", f"`{code}`") for number, (name, code) in of.items()],
@@ -170,10 +175,49 @@ def codes_page() -> str:
     )
 
 
+def cli_page() -> str:
+    """docs/cli.md: the help of every command, as `--help` prints it."""
+
+    def sections(command: click.Command, parents: list[click.Context]) -> Iterator[str]:
+        parent = parents[-1] if parents else None
+        settings = {**command.context_settings, "terminal_width": 80}
+        context = click.Context(command, parent, "kvledger" if parent is None else command.name, **settings)
+        yield f"## {context.command_path}\n\n```\n{command.get_help(context).rstrip()}\n```"
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                child = command.get_command(context, name)
+                if child is not None and not child.hidden:
+                    yield from sections(child, [*parents, context])
+
+    return generated("Command line", "ledger/cli.py", *sections(ledger.cli.cli, []))
+
+
+def readme() -> str:
+    """README.md with what `kvledger demo` prints in its place; the rest of the file is written by hand."""
+    text = (ROOT / "README.md").read_text()
+    if not ledger.demo.incidents():
+        return text
+    shown = subprocess.run(
+        [sys.executable, "-m", "ledger.cli", "demo"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    before, begin, rest = text.partition("<!-- replay-of-the-demo: begin -->\n")
+    _, end, after = rest.partition("<!-- replay-of-the-demo: end -->\n")
+    if not begin or not end:
+        raise SystemExit("docs: README.md has lost the marks between which the replay of the demo stands")
+    return f"{before}{begin}\n```\n$ make demo\n{shown.strip()}\n```\n\n{end}{after}"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/events.md": events_page,
     "docs/settings.md": settings_page,
     "docs/codes.md": codes_page,
+    "docs/cli.md": cli_page,
+    "README.md": readme,
 }
 
 
