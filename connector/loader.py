@@ -35,8 +35,8 @@ class Target(NamedTuple):
     block: int
     start_token: int
     end_token: int
-    addresses: Sequence[int] = ()
-    sizes: Sequence[int] = ()
+    addresses: list[int]
+    sizes: list[int]
     staging_bytes: int = 0
 
 
@@ -90,6 +90,19 @@ class FailedBlocks(NamedTuple):
     exception: str
     blocks: Blocks
     keys: int
+
+    def error(self, request: str, load: int, rank: int) -> KVTransferError:
+        """Return the failure as an exception for whoever has to be told."""
+        return KVTransferError(
+            code=self.code,
+            raw=self.raw,
+            stage=self.stage,
+            exception=self.exception,
+            request=request,
+            load=load,
+            rank=rank,
+            blocks=self.blocks,
+        )
 
 
 class Reject(NamedTuple):
@@ -149,21 +162,20 @@ class LoadResult(NamedTuple):
             for how, failures in groups.items()
         )
 
+    @property
+    def failed_blocks(self) -> Blocks:
+        """The blocks that were not loaded."""
+        return blocks_of(failure.target for failure in self.failures)
+
     def error(self, request: str, load: int, rank: int) -> KVTransferError | None:
-        """Return the failure as an exception for whoever has to be told, None if the load succeeded."""
+        """Return the failure as an exception, by the code of the first failed block; None if there is none."""
         first = self.first
         if first is None:
             return None
-        return KVTransferError(
-            code=first.code,
-            raw=first.raw,
-            stage=first.stage,
-            exception=first.exception,
-            request=request,
-            load=load,
-            rank=rank,
-            blocks=blocks_of(failure.target for failure in self.failures),
+        failed = FailedBlocks(
+            first.code, first.raw, first.stage, first.exception, self.failed_blocks, len(self.failures)
         )
+        return failed.error(request, load, rank)
 
 
 def blocks_of(targets: Iterable[Target]) -> Blocks:
@@ -388,7 +400,7 @@ class Store(Protocol):
     """The part of `MooncakeDistributedStore` that a load calls."""
 
     def batch_get_into_multi_buffers(
-        self, keys: list[str], addrs: list[Sequence[int]], sizes: list[Sequence[int]], /
+        self, keys: list[str], addrs: list[list[int]], sizes: list[list[int]], /
     ) -> Sequence[int]:
         """Fill the buffers of each key; return for each the bytes read, or a negative code."""
         ...

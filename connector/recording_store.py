@@ -38,6 +38,7 @@ class Work:
         raw, code: of the first key or call that failed.
         exception: the type of the first exception that a call raised.
         failed_keys: keys that failed in all calls.
+        failed_places: their `(group, block)`, where they are known.
     """
 
     def __init__(self, request: str, *, job: int = -1, load: int = -1) -> None:
@@ -48,13 +49,15 @@ class Work:
         self.puts = 0
         self.gets = 0
         self.failed_keys = 0
+        self.failed_places: list[tuple[int, int]] = []
         self.raw = ""
         self.code = ""
         self.exception = ""
 
-    def failed(self, raw: int | BaseException, keys: int) -> None:
+    def failed(self, raw: int | BaseException, keys: int, places: Sequence[tuple[int, int]] = ()) -> None:
         """Note a failure; the first one names the work's code."""
         self.failed_keys += keys
+        self.failed_places.extend(places)
         if not self.code:
             translated = translate(raw)
             self.raw, self.code = translated.raw, str(translated.code)
@@ -203,7 +206,7 @@ class RecordingStore:
             results = call(keys, addrs, sizes, *args)
         except Exception as error:
             duration_ns = time.perf_counter_ns() - started_ns
-            work.failed(error, len(keys))
+            work.failed(error, len(keys), places)
             self._emit(
                 ev.TransferFinished,
                 outcome="raised",
@@ -216,7 +219,7 @@ class RecordingStore:
         duration_ns = time.perf_counter_ns() - started_ns
         failures = [(index, raw) for index, raw in enumerate(results) if raw < 0]
         if failures:
-            work.failed(failures[0][1], len(failures))
+            work.failed(failures[0][1], len(failures), [places[index] for index, _ in failures])
         self._emit(
             ev.TransferFinished,
             outcome="ok" if not failures else "failed" if len(failures) == len(keys) else "partial",

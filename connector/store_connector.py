@@ -13,12 +13,14 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from connector.adopt import adopt
 from connector.books import Books, open_books
+from connector.failures import LedgerStorePromMetrics, LedgerStoreStats
 from connector.store_scheduler import LedgerStoreScheduler
 from connector.store_worker import LedgerStoreWorker
 from ledger import settings as ledger_settings
@@ -78,6 +80,22 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
         """Book the end of a request; its blocks may be freed at once, since jobs hold references of their own."""
         self._half.request_ended(request, block_ids)
         return super().request_finished_all_groups(request, block_ids)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LedgerStoreStats:
+        """Return statistics of this connector, from what a worker sent, or empty ones."""
+        return LedgerStoreStats(data=data) if data is not None else LedgerStoreStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LedgerStorePromMetrics:
+        """Return upstream's metrics with ours beside them."""
+        return LedgerStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Release the store's handle and close the log. May be called more than once."""

@@ -6,7 +6,8 @@ known of jobs, pins, ranks and loads stands in `books.state`; there is no second
     hook (vLLM calls it)             when                                    events it records
     -------------------------------  --------------------------------------  -------------------------------------------------
     on_new_request                   a request enters the waiting queue      request_queued
-    get_num_new_matched_tokens       a waiting request is looked up          lookup_answered (when the answer changes)
+    get_num_new_matched_tokens       a waiting request is looked up          lookup_answered (when the answer changes),
+                                                                             lookup_suppressed
     update_state_after_alloc         blocks were allocated for a request     request_preempted, load_planned, blocks_allocated
     build_connector_meta             the end of every schedule()             request_preempted, request_scheduled,
                                                                              request_resumed, blocks_allocated/released,
@@ -43,6 +44,7 @@ from connector.books import Books
 from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attach
 from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, expand, from_ranges, numbers, to_ranges
+from ledger.state import RequestRecord
 
 GroupIds = tuple[int, list[int]]
 """A KV-cache group and block numbers in it."""
@@ -88,6 +90,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         """The KV-cache group of each group that the store knows."""
         self._block_sizes = tuple(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
         settings = books.settings
+        self._max_cycles = settings.load_max_cycles or (1 << 62)
         self._max_jobs = settings.max_inflight_store_jobs or (1 << 62)
         self._max_pinned_blocks = int(settings.max_pinned_fraction * (num_blocks - 1))
 
@@ -158,6 +161,11 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         hit_tokens = answer[0]
         record = self._book.requests.get(self._name(request.request_id))
+        if record is not None and record.failed_loads and hit_tokens:
+            failures = record.failed_loads.get(num_computed_tokens + hit_tokens, 0)
+            if failures >= self._max_cycles:
+                self._suppress_hit(request, record, num_computed_tokens, hit_tokens, failures)
+                return 0, False
         if (
             record is not None
             and hit_tokens is not None
@@ -172,6 +180,21 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 local_tokens=num_computed_tokens,
             )
         return answer
+
+    def _suppress_hit(
+        self, request: Request, record: RequestRecord, local_tokens: int, hit_tokens: int, failures: int
+    ) -> None:
+        """Let a request compute what its loads keep failing to bring. The store still has the hit, so it would go on."""
+        self.load_specs.pop(request.request_id, None)
+        if record.looked_up != (0, local_tokens):
+            self.books.record(
+                ev.LookupSuppressed,
+                request=self._name(request.request_id),
+                generation=request.num_preemptions + 1,
+                hit_tokens=hit_tokens,
+                failures=failures,
+                local_tokens=local_tokens,
+            )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Record the blocks that a load will write, if one is planned."""
@@ -476,7 +499,8 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         self.books.record(ev.RankLoaded, **report._asdict())
         if report.outcome == "failed" and not load.failed:
             failure = report._asdict()
-            del failure["outcome"], failure["failed_keys"]
+            for only_the_ranks in ("outcome", "failed_keys", "failures", "invalid", "retries"):
+                del failure[only_the_ranks]
             self.books.record(ev.LoadFailed, **failure)
         if not load.waiting:
             self._settle_load(report.load)

@@ -7,9 +7,13 @@
     wait_for_save                  every step                         nothing; upstream queues the step's jobs
     build_connector_worker_meta    every step                         the job and load reports of this rank
 
-On the transfer threads, every way out of a job or a load ends in a report: skipped, failed, raised or done. The calls to the store
-themselves are recorded by `recording_store` as evidence (`transfer_started`, `transfer_finished`). This file may know vLLM's
-worker-side classes; it keeps no books.
+    get_transfer_results           every step                         ends the retries of requests that are gone
+    get_kv_connector_stats         every step                         failures by code and stage, and retries
+    close                          the worker ends                    ends the retries
+
+On the transfer threads, every way out of a job or a load ends in a report: skipped, failed, raised or done. Loads are carried
+out by `load_thread`. The calls to the store themselves are recorded by `recording_store` as evidence (`transfer_started`,
+`transfer_finished`). This file may know vLLM's worker-side classes; it keeps no books.
 """
 
 import logging
@@ -19,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreConnectorMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     KVCacheStoreRecvingThread,
@@ -29,10 +34,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 from connector.adopt import adopt
 from connector.books import hashed
 from connector.evidence import EvidenceSender, evidence_address
-from connector.recording_store import BlockLocator, RecordingStore, Work
+from connector.failures import FailureLog, LedgerStoreStats, open_failure_log
+from connector.load_thread import LedgerRecvingThread, Loader, Retries, TimedRetries, limits_of
+from connector.recording_store import BlockLocator, RecordingStore, Work, in_order
 from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attached
-from ledger.blocks import Blocks, by_group
 from ledger.codes import KVCacheErrorCode, Stage, translate
+from ledger.errors import KVTransferError
 from ledger.settings import Settings
 
 logger = logging.getLogger("kvledger")
@@ -72,9 +79,10 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
 
     store: RecordingStore
 
-    def open(self, reports: Reports, hash_request_ids: bool) -> None:
-        """Begin to report to `reports`."""
+    def open(self, reports: Reports, failures: FailureLog, hash_request_ids: bool) -> None:
+        """Begin to report to `reports`, and failures to `failures` too."""
         self._reports = reports
+        self._failures = failures
         self._hash_request_ids = hash_request_ids
 
     def _handle_request(self, req_meta: ReqMeta) -> None:
@@ -91,6 +99,24 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
             super().finish_store_job(req_meta)
         if report is not None:
             self._reports.add_job(report)
+            if report.outcome == "failed":
+                self._tell(report)
+
+    def _tell(self, report: JobReport) -> None:
+        work = self.store.work
+        self._failures.report(
+            KVTransferError(
+                code=KVCacheErrorCode(report.code) if report.code else KVCacheErrorCode.UNKNOWN,
+                stage=Stage.STORE_PUT,
+                raw=report.raw,
+                exception=report.exception,
+                request=work.request if work is not None else "",
+                job=report.job,
+                rank=report.rank,
+                blocks=in_order(work.failed_places) if work is not None else (),
+            ),
+            failed_keys=work.failed_keys if work is not None else 0,
+        )
 
     def _report(self, req_meta: ReqMeta) -> JobReport | None:
         if req_meta.store_job_id is None:
@@ -119,71 +145,6 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         return {}
 
 
-class LedgerRecvingThread(KVCacheStoreRecvingThread):
-    """Upstream's load thread, which also reports how each load ended. Made by `adopt`, then given `open`."""
-
-    store: RecordingStore
-
-    def open(self, reports: Reports, hash_request_ids: bool, kv_groups: Sequence[int]) -> None:
-        """Begin to report to `reports`; `kv_groups` are the KV-cache groups of the store's groups."""
-        self._reports = reports
-        self._hash_request_ids = hash_request_ids
-        self._kv_groups = tuple(kv_groups)
-        self._failed_blocks: list[int] = []
-        self._answered = False
-
-    def _handle_request(self, req_meta: ReqMeta) -> None:
-        self._failed_blocks = []
-        self._answered = False
-        name = hashed(req_meta.req_id) if self._hash_request_ids else req_meta.req_id
-        load = int(getattr(req_meta, "kvledger_load", -1))
-        with self.store.working(Work(name, load=load)) as work:
-            try:
-                super()._handle_request(req_meta)
-            except Exception as error:
-                logger.exception("kvledger: load %d of request %s raised outside of upstream's error path", load, name)
-                work.failed(error, 0)
-                if not self._answered:
-                    # Upstream has no way out here: the request would wait for remote KVs for ever.
-                    self._report_load_error(req_meta.req_id, [block for ids in req_meta.block_ids for block in ids])
-                    self.set_finished_request(req_meta.req_id)
-                    self.request_queue.task_done()
-
-    def _report_load_error(self, req_id: str, block_ids: list[int]) -> None:
-        self._failed_blocks.extend(block_ids)
-        super()._report_load_error(req_id, block_ids)
-
-    def set_finished_request(self, req_id: str) -> None:
-        """Report a load as answered by this rank. Upstream calls this once for each load, at its end."""
-        work = self.store.work
-        if work is not None and work.load >= 0:
-            self._reports.add_load(self._load_report(work))
-        self._answered = True
-        super().set_finished_request(req_id)
-
-    def _load_report(self, work: Work) -> LoadReport:
-        rank = self._reports.rank
-        if not self._failed_blocks and not work.code:
-            return LoadReport(work.load, rank, "loaded")
-        return LoadReport(
-            work.load,
-            rank,
-            "failed",
-            work.code or str(KVCacheErrorCode.UNKNOWN),
-            work.raw,
-            str(Stage.STORE_GET),
-            work.exception,
-            self._blocks(),
-            work.failed_keys,
-        )
-
-    def _blocks(self) -> Blocks:
-        # Upstream lists the failed blocks of all groups in one row; with one group its number is known.
-        if len(self._kv_groups) == 1:
-            return by_group([(self._kv_groups[0], self._failed_blocks)])
-        return ()
-
-
 class LedgerStoreWorker(MooncakeStoreWorker):
     """Upstream's worker half, reporting with ranks and recording evidence. Made by `adopt`, then given `open`."""
 
@@ -194,7 +155,14 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         rank = vllm_config.parallel_config.rank
         self._kv_groups = tuple(kv_groups)
         self._hash_request_ids = settings.hash_request_ids
+        self._settings = settings
         self._reports = Reports(rank)
+        transfer = vllm_config.kv_transfer_config
+        open_failure_log(settings.failure_log)
+        self._failures = FailureLog(str(transfer.engine_id) if transfer is not None else "")
+        self.retries: Retries = TimedRetries(self.recv_request_queue)
+        """Brings loads back that are to be tried again. May be replaced until the KV caches are registered."""
+        self.kv_connector_stats = LedgerStoreStats()
         self._sender: EvidenceSender | None = None
         if settings.evidence and not self._capacity_only:
             address = evidence_address(vllm_config, connector, settings)
@@ -206,9 +174,11 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         super().register_kv_caches(kv_caches)
         self.store.locate_with(BlockLocator(self.token_dbs, self._kv_groups))
         if self.kv_send_thread is not None:
-            adopt(self.kv_send_thread, LedgerSendingThread).open(self._reports, self._hash_request_ids)
+            adopt(self.kv_send_thread, LedgerSendingThread).open(
+                self._reports, self._failures, self._hash_request_ids
+            )
         for thread in self.kv_recv_threads:
-            adopt(thread, LedgerRecvingThread).open(self._reports, self._hash_request_ids, self._kv_groups)
+            adopt(thread, LedgerRecvingThread).open(self._loader(thread))
 
     def start_load_kv(self, metadata: MooncakeStoreConnectorMetadata) -> None:
         """Queue the loads of a step, each with the id that the books gave it."""
@@ -225,3 +195,34 @@ class LedgerStoreWorker(MooncakeStoreWorker):
     def build_connector_worker_meta(self) -> LedgerWorkerMetadata | None:
         """Return this rank's reports since the last step, None if there are none."""
         return self._reports.take()
+
+    def _loader(self, thread: KVCacheStoreRecvingThread) -> Loader:
+        return Loader(
+            rank=self._reports.rank,
+            kv_groups=self._kv_groups,
+            limits=limits_of(self._settings, thread),
+            name=hashed if self._hash_request_ids else str,
+            report=self._reports.add_load,
+            failures=self._failures,
+            retries=self.retries,
+        )
+
+    def get_transfer_results(
+        self, finished_req_ids: set[str], meta: MooncakeStoreConnectorMetadata
+    ) -> KVConnectorTransferResults:
+        """Return what upstream does; loads of requests that have ended are not tried again."""
+        self.retries.cancel(finished_req_ids)
+        return super().get_transfer_results(finished_req_ids, meta)
+
+    def get_kv_connector_stats(self) -> LedgerStoreStats | None:
+        """Return the statistics since the last call, None if there are none."""
+        with self._kv_connector_stats_lock:
+            stats, self.kv_connector_stats = self.kv_connector_stats, LedgerStoreStats()
+        self._failures.move_to(stats)
+        return None if stats.is_empty() else stats
+
+    def close(self) -> None:
+        """End what waits for a retry, then release the store as upstream does."""
+        if hasattr(self, "retries"):
+            self.retries.close()
+        super().close()

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata
 
 from ledger.blocks import Blocks
+from ledger.events import BlockFailures
 
 
 class JobReport(NamedTuple):
@@ -36,6 +37,9 @@ class LoadReport(NamedTuple):
     exception: str = ""
     blocks: Blocks = ()
     failed_keys: int = 0
+    failures: tuple[BlockFailures, ...] = ()
+    invalid: Blocks = ()
+    retries: int = 0
 
 
 @dataclass

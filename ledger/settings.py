@@ -143,6 +143,11 @@ SETTINGS: tuple[Setting, ...] = (
         minimum=0,
     ),
     Setting(
+        "failure_log",
+        "",
+        "File that failures are appended to, one line of JSON each, for log shippers. Empty: standard error.",
+    ),
+    Setting(
         "integrity",
         "off",
         "Store a fingerprint of each block with its key and compare it on load: `off`, `sampled` (some keys), `all`. "
@@ -163,6 +168,7 @@ UPSTREAM_KEYS: frozenset[str] = frozenset({
     "bootstrap_server_address",
     "cache_prefix",
     "custom_mem_pool",
+    "device_name",
     "enable_cross_layers_blocks",
     "enable_group_semantics",
     "enable_lookup",
@@ -203,6 +209,7 @@ class Settings(msgspec.Struct, frozen=True):
     load_retry_backoff_ms: int
     load_rollback: Literal["request", "suffix"]
     load_max_cycles: int
+    failure_log: str
     integrity: Literal["off", "sampled", "all"]
     integrity_sample_keys: int
 

@@ -60,8 +60,8 @@ def targets_of(blocks, first_block=0, group=0):
             block=1000 * group + 10 + index,
             start_token=(first_block + index) * BLOCK_TOKENS,
             end_token=(first_block + index + 1) * BLOCK_TOKENS,
-            addresses=(index,),
-            sizes=(BLOCK_BYTES,),
+            addresses=[index],
+            sizes=[BLOCK_BYTES],
             staging_bytes=BLOCK_BYTES,
         )
         for index in range(blocks)
