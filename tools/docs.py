@@ -180,8 +180,9 @@ def cli_page() -> str:
 
     def sections(command: click.Command, parents: list[click.Context]) -> Iterator[str]:
         parent = parents[-1] if parents else None
-        settings = {**command.context_settings, "terminal_width": 80}
-        context = click.Context(command, parent, "kvledger" if parent is None else command.name, **settings)
+        name = "kvledger" if parent is None else command.name
+        # Resilient: parses nothing, so that an argument that is missing does not matter.
+        context = command.make_context(name, [], parent, resilient_parsing=True, terminal_width=80)
         yield f"## {context.command_path}\n\n```\n{command.get_help(context).rstrip()}\n```"
         if isinstance(command, click.Group):
             for name in command.list_commands(context):
