@@ -159,9 +159,9 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self._reports = Reports(rank)
         transfer = vllm_config.kv_transfer_config
         open_failure_log(settings.failure_log)
-        self._failures = FailureLog(str(transfer.engine_id) if transfer is not None else "")
+        # These two may be replaced until the KV caches are registered: the simulator has its own time.
+        self.failures = FailureLog(str(transfer.engine_id) if transfer is not None else "")
         self.retries: Retries = TimedRetries(self.recv_request_queue)
-        """Brings loads back that are to be tried again. May be replaced until the KV caches are registered."""
         self.kv_connector_stats = LedgerStoreStats()
         self._sender: EvidenceSender | None = None
         if settings.evidence and not self._capacity_only:
@@ -175,7 +175,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self.store.locate_with(BlockLocator(self.token_dbs, self._kv_groups))
         if self.kv_send_thread is not None:
             adopt(self.kv_send_thread, LedgerSendingThread).open(
-                self._reports, self._failures, self._hash_request_ids
+                self._reports, self.failures, self._hash_request_ids
             )
         for thread in self.kv_recv_threads:
             adopt(thread, LedgerRecvingThread).open(self._loader(thread))
@@ -203,7 +203,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             limits=limits_of(self._settings, thread),
             name=hashed if self._hash_request_ids else str,
             report=self._reports.add_load,
-            failures=self._failures,
+            failures=self.failures,
             retries=self.retries,
         )
 
@@ -218,7 +218,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         """Return the statistics since the last call, None if there are none."""
         with self._kv_connector_stats_lock:
             stats, self.kv_connector_stats = self.kv_connector_stats, LedgerStoreStats()
-        self._failures.move_to(stats)
+        self.failures.move_to(stats)
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
