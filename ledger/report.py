@@ -152,27 +152,24 @@ def check_section(case: Case) -> Iterator[str]:
 
 def finding_section(number: int, finding: Finding, log: LogResult | None) -> Iterator[str]:
     """Yield one finding in full."""
-    yield from _wrap(f"{number}. ", f"{finding.kind.upper()} ({finding.certainty}): {finding.title}")
-    if log is not None:
-        yield from _row("In", log.path.name)
     since = next((event.ts_ns for event in finding.chain if event.seq == finding.since_seq), None)
-    yield from _row("Since", f"event {finding.since_seq}{f', {words.timestamp(since)}' if since is not None else ''}")
-    if finding.requests:
-        yield from _row("Requests", words.listed(finding.requests))
-    if finding.jobs:
-        yield from _row("Jobs", words.listed(finding.jobs, 12))
-    if finding.ranks:
-        yield from _row("Ranks", words.ranges(to_ranges(finding.ranks)))
-    if finding.blocks:
-        yield from _row("Blocks", _blocks(finding.blocks))
-    if finding.code:
-        yield from _row("Code", finding.code)
-    if finding.culprit:
-        yield from _row("Culprit", finding.culprit)
-    if finding.doubt:
-        yield from _row("Not proven", finding.doubt)
-    if finding.advice:
-        yield from _row("Do next", finding.advice)
+    rows = [
+        ("In", log.path.name if log is not None else ""),
+        ("Since", f"event {finding.since_seq}{f', {words.timestamp(since)}' if since is not None else ''}"),
+        ("Requests", words.listed(finding.requests)),
+        ("Jobs", words.listed(finding.jobs, 12)),
+        ("Ranks", words.ranges(to_ranges(finding.ranks))),
+        ("Blocks", _blocks(finding.blocks) if finding.blocks else ""),
+        ("Code", finding.code or ""),
+        ("Culprit", finding.culprit),
+        *(("Time line", note) for note in finding.notes),
+        ("Not proven", finding.doubt),
+        ("Do next", finding.advice),
+    ]
+    yield from _wrap(f"{number}. ", f"{finding.kind.upper()} ({finding.certainty}): {finding.title}")
+    for label, value in rows:
+        if value:
+            yield from _row(label, value)
     if finding.chain:
         yield "  Evidence"
         for event in finding.chain:
@@ -256,9 +253,8 @@ def story_section(result: Result, name: str) -> Iterator[str]:
             f"{story.loads:,} planned, {story.loads_settled:,} settled ({story.loads_failed:,} failed), "
             f"{words.plural(story.tokens_loaded, 'token')} loaded{_times('; waited', story.load_waited)}",
         )
-    for label, calls in (("Puts", story.puts), ("Gets", story.gets)):
-        if calls.calls:
-            yield from _row(label, _calls(calls))
+    for op, calls in story.calls.items():
+        yield from _row(f"{op.capitalize()}{'es' if op == 'push' else 's'}", _calls(calls))
     transfers = [
         f"{words.plural(story.kinds.get(kind, 0), word)}"
         for kind, word in (
@@ -274,7 +270,7 @@ def story_section(result: Result, name: str) -> Iterator[str]:
     if story.failures:
         most = sorted(story.failures.items(), key=lambda item: -item[1])[:5]
         yield from _row("Failures", ", ".join(f"{code} on rank {rank}: {number}" for (code, rank), number in most))
-    slowest = sorted([*story.puts.slowest, *story.gets.slowest], reverse=True)[:5]
+    slowest = sorted([slow for calls in story.calls.values() for slow in calls.slowest], reverse=True)[:5]
     if slowest:
         yield "  Slowest transfers"
         for slow in slowest:
@@ -355,6 +351,11 @@ def data(case: Case) -> dict[str, Any]:
         },
         "findings": [finding.public() for _, finding in case.findings],
         "story": {
+            "facts": [
+                {"finding": number, **finding.facts}
+                for number, (_, finding) in enumerate(case.findings)
+                if finding.facts
+            ],
             "logs": [
                 _log_data(log, [n for n, (i, _) in enumerate(case.findings) if i == index])
                 for index, log in enumerate(case.logs)
@@ -411,8 +412,7 @@ def _log_data(log: LogResult, findings: Sequence[int]) -> dict[str, Any]:
             "tokens_loaded": story.tokens_loaded,
             "waited": _durations_data(story.load_waited),
         },
-        "puts": _calls_data(story.puts),
-        "gets": _calls_data(story.gets),
+        "calls": {op: _calls_data(calls) for op, calls in story.calls.items()},
         "failures": [{"code": code, "rank": rank, "number": number} for (code, rank), number in story.failures.items()],
         "open": list(_open(result)),
         "time_line": [words.line(event) for event in log.events_of_interest],

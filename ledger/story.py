@@ -62,7 +62,7 @@ class Durations(msgspec.Struct):
 
 
 class Calls(msgspec.Struct):
-    """Calls to the store of one sort, `put` or `get`."""
+    """Calls of one sort: `put` and `get` to the store, `push` and `pull` between prefill and decode."""
 
     calls: int = 0
     keys: int = 0
@@ -78,6 +78,7 @@ class Story(msgspec.Struct):
 
     Attributes:
         kinds: events by kind.
+        calls: calls by sort, as in `transfer_started`.
         failures: failed keys and failed reports by `(code, rank)`.
         most_pinned_blocks: the most blocks that jobs held at one time.
         job_held: time from a job's registration until its blocks were freed.
@@ -99,8 +100,7 @@ class Story(msgspec.Struct):
     loads_settled: int = 0
     loads_failed: int = 0
     tokens_loaded: int = 0
-    puts: Calls = msgspec.field(default_factory=Calls)
-    gets: Calls = msgspec.field(default_factory=Calls)
+    calls: dict[str, Calls] = {}
     job_held: Durations = msgspec.field(default_factory=Durations)
     load_waited: Durations = msgspec.field(default_factory=Durations)
     slowest_loads: list[Slow] = []
@@ -127,8 +127,9 @@ class StoryTeller:
         story.jobs_skipped = kinds.get(ev.JobSkipped, 0)
         story.loads = kinds.get(ev.LoadPlanned, 0)
         story.end_reasons = dict(self._reasons.most_common())
-        for slowest in (story.puts.slowest, story.gets.slowest, story.slowest_loads):
-            slowest.sort(reverse=True)
+        for calls in story.calls.values():
+            calls.slowest.sort(reverse=True)
+        story.slowest_loads.sort(reverse=True)
 
     def on_request_finished(self, event: ev.RequestFinished) -> None:
         self._reasons[event.reason] += 1
@@ -174,7 +175,9 @@ class StoryTeller:
             heapq.heappush(slowest, slow) if len(slowest) < SLOWEST else heapq.heapreplace(slowest, slow)
 
     def on_transfer_finished(self, event: ev.TransferFinished) -> None:
-        calls = self.story.puts if event.op == "put" else self.story.gets
+        calls = self.story.calls.get(event.op)
+        if calls is None:
+            calls = self.story.calls[event.op] = Calls()
         calls.calls += 1
         calls.keys += event.keys
         duration_ns = event.duration_ns

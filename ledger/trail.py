@@ -96,7 +96,7 @@ class Trail:
         request = getattr(event, "request", "")
         if isinstance(event, ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired):
             return self.sends.get(request)
-        if isinstance(event, ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvSettled):
+        if isinstance(event, ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered | ev.RecvSettled):
             return self.recvs.get(request)
         return None
 
@@ -202,10 +202,10 @@ class Trail:
     def on_recv_registered(self, event: ev.RecvRegistered) -> None:
         self.recvs[event.request] = [event]
 
-    def _receiving(self, event: ev.PeersNamed | ev.PeerSettled | ev.RecvFailed) -> None:
+    def _receiving(self, event: ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered) -> None:
         self.recvs[event.request].append(event)
 
-    on_peers_named = on_peer_settled = on_recv_failed = _receiving
+    on_peers_named = on_peer_settled = on_recv_failed = on_recv_recovered = _receiving
 
     def on_recv_settled(self, event: ev.RecvSettled) -> None:
         del self.recvs[event.request]

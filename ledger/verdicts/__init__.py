@@ -49,6 +49,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         lead_seq: the first event that was not as it should be; the report leads with the earliest.
         doubt: why it is not proven, and what would decide. Empty when it is.
         chain: the events that show it, in order.
+        notes: lines of text that the report adds, e.g. the time line of a block.
+        facts: what else is known, as data; it stands in the `story` of the public report.
     """
 
     kind: str
@@ -65,6 +67,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     lead_seq: int = 0
     doubt: str = ""
     chain: tuple[ev.Event, ...] = ()
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = {}
 
     @property
     def evidence(self) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 Stall, leak and missing ranks are three readings of the same facts, so the facts are gathered here once. Words:
 
-    in_call     the rank called the store, and the call has not returned
+    in_call     the rank called the store or a peer, and the call has not returned
     ended       the rank's last call returned or raised, and the rank's report did not come
-    silent      nothing was seen of the rank for this job or load
+    silent      nothing was seen of the rank for this work
     unknown     what the rank did is not recorded (evidence is off, or a gap hides it)
 """
 
@@ -18,6 +18,7 @@ from ledger import words
 from ledger.blocks import Blocks
 from ledger.state import Job, Load
 from ledger.trail import Chain, End, Trail
+from ledger.transfers import Recv, Send
 from ledger.verdicts import Certainty
 
 STALL_SUSPECT_S = 60.0
@@ -30,11 +31,12 @@ pipelines and asynchronous scheduling add a few."""
 REPORT_NS = 1_000_000_000
 """And time, in nanoseconds: steps of an idle engine take microseconds."""
 
+What: TypeAlias = Literal["job", "load", "send", "recv"]
 Doing: TypeAlias = Literal["in_call", "ended", "silent", "unknown"]
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """What a rank that has not answered was last seen doing for a job or load.
+    """What a rank that has not answered was last seen doing for some work.
 
     Attributes:
         last: the event that says so, if there is one.
@@ -46,27 +48,34 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """A job or a load that is open at the end of the log.
+    """A job, load, send or recv that is open at the end of the log.
 
     Attributes:
-        what: `job` or `load`.
+        number: the id of the job or load; -1 for a transfer.
+        transfer: the id of the transfer; empty for a job or load.
         open_ns: for how long, in nanoseconds.
+        deadline_ns: when the engine gives it up by itself, in nanoseconds from its beginning; 0 for never.
         missing: what is known of each rank that has not answered.
         answered: ranks that have.
+        begun: whether the workers were told of it.
+        failed: whether a failure of it was reported.
         overdue: whether it waited for longer than work in flight does.
         blind: why the log cannot show what happened here; empty if it can.
     """
 
-    what: Literal["job", "load"]
+    what: What
     number: int
+    transfer: str
     request: str
     generation: int
     since_seq: int
     open_ns: int
+    deadline_ns: int
     blocks: Blocks
     missing: tuple[RankView, ...]
     answered: tuple[int, ...]
-    registered: bool
+    begun: bool
+    failed: bool
     quarantined: bool
     overdue: bool
     blind: str
@@ -74,13 +83,20 @@ class Wait(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """`store job 17` or `load 3`."""
+        """What it is called: `store job 17`, `load 3`, `recv xfer-1`."""
+        if self.what in ("send", "recv"):
+            return f"{self.what} {self.transfer}"
         return f"store job {self.number}" if self.what == "job" else f"load {self.number}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that have not answered."""
         return tuple(view.rank for view in self.missing)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the engine itself will still give it up in time."""
+        return self.open_ns < self.deadline_ns
 
     def doing(self, *states: Doing) -> list[RankView]:
         """Return the missing ranks that were last seen in one of `states`."""
@@ -93,17 +109,26 @@ def waits(trail: Trail, end: End) -> list[Wait]:
     suspect_ns = int(trail.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
     found = [_of_job(trail, end, number, job, suspect_ns) for number, job in book.jobs.items()]
     found += [_of_load(trail, end, number, load, suspect_ns) for number, load in book.loads.items()]
+    found += [_of_send(trail, end, request, send, suspect_ns) for request, send in book.sends.items()]
+    found += [_of_recv(trail, end, request, recv, suspect_ns) for request, recv in book.recvs.items()]
     return sorted(found, key=lambda wait: wait.since_seq)
 
 
 def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
     """Return how certain it is that this work never ends, and if it is not proven, why not."""
+    waits = list(waits)
     blind = next((wait.blind for wait in waits if wait.blind), "")
     if blind:
         return "undecidable", blind
     if end.disagrees_after is not None:
         return "undecidable", (
             f"this file and today's code disagree at event {end.disagrees_after}; `kvledger replay --check` shows where"
+        )
+    in_time = next((wait for wait in waits if wait.in_time), None)
+    if in_time is not None:
+        return "suspected", (
+            f"the engine gives {in_time.name} up by itself after {words.span(in_time.deadline_ns)}, and the log ends "
+            "before"
         )
     if end.how == "closed":
         return "proven", ""
@@ -118,7 +143,10 @@ def describe(view: RankView, waited: str) -> str:
     """Return what a missing rank was last seen doing, as a sentence. `waited` is what it owes: `job 3`."""
     last = view.last
     if isinstance(last, ev.TransferStarted):
-        return f"rank {view.rank} called {last.op} {last.transfer} at event {last.seq}, and the call has not returned"
+        to = f" to {last.peer}" if last.peer else ""
+        return (
+            f"rank {view.rank} called {last.op} {last.transfer}{to} at event {last.seq}, and the call has not returned"
+        )
     if isinstance(last, ev.TransferFinished):
         how = f"raised {last.exception}" if last.exception else f"ended {last.outcome}"
         call = f"rank {view.rank}'s {last.op} {last.transfer}"
@@ -144,6 +172,33 @@ def blocked_requests(trail: Trail) -> list[str]:
     return [name for name, record in trail.state.book.requests.items() if record.state in ("queued", "preempted")]
 
 
+def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
+    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
+
+    Ranks that are inside a call are left out: that call, and no system, is why they do not answer.
+    """
+    called = {view.rank for wait in opened for view in wait.doing("in_call")}
+    alike: dict[tuple[int, ...], list[Wait]] = {}
+    for wait in opened:
+        ranks = wait.ranks
+        if wait.what not in ("job", "load") or not wait.overdue or not ranks:
+            continue
+        if not any(rank in trail.answered or rank in called for rank in ranks):
+            alike.setdefault(ranks, []).append(wait)
+    return [wait for group in alike.values() if len(group) > 1 for wait in group]
+
+
+def report_is_lost(view: RankView, end: End) -> bool:
+    """Return whether a call failed so long ago, in steps and in time, that the rank's report would have come.
+
+    A call that went well may be followed by another one for the same work, so only a failed one counts.
+    """
+    last = view.last
+    if view.doing != "ended" or not isinstance(last, ev.TransferFinished) or last.outcome == "ok":
+        return False
+    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - last.mono_ns >= REPORT_NS
+
+
 def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
     chain = trail.jobs.get(number, [])
     open_ns = max(end.now_mono_ns - job.since_mono_ns, 0)
@@ -151,16 +206,19 @@ def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> W
     return Wait(
         what="job",
         number=number,
+        transfer="",
         request=job.request,
         generation=job.generation,
         since_seq=job.since_seq,
         open_ns=open_ns,
+        deadline_ns=0,
         blocks=job.blocks,
         missing=missing,
         answered=tuple(sorted(job.outcomes)),
-        registered=True,
+        begun=True,
+        failed="failed" in job.outcomes.values(),
         quarantined=job.quarantined,
-        overdue=job.suspected or open_ns >= suspect_ns or any(_report_is_lost(view, end) for view in missing),
+        overdue=job.suspected or open_ns >= suspect_ns or any(report_is_lost(view, end) for view in missing),
         blind=_blind(trail, job.since_seq, job.waiting),
         chain=chain,
     )
@@ -172,14 +230,17 @@ def _of_load(trail: Trail, end: End, number: int, load: Load, suspect_ns: int) -
     return Wait(
         what="load",
         number=number,
+        transfer="",
         request=load.request,
         generation=load.generation,
         since_seq=load.since_seq,
         open_ns=open_ns,
+        deadline_ns=0,
         blocks=load.blocks,
         missing=tuple(_view(trail, chain, rank, load.since_seq) for rank in load.waiting),
         answered=tuple(sorted(load.outcomes)),
-        registered=bool(load.ranks),
+        begun=bool(load.ranks),
+        failed=load.failed,
         quarantined=False,
         # A failed get may be tried again after a pause, so for a load only time tells.
         overdue=load.suspected or open_ns >= suspect_ns,
@@ -188,14 +249,75 @@ def _of_load(trail: Trail, end: End, number: int, load: Load, suspect_ns: int) -
     )
 
 
+def _of_send(trail: Trail, end: End, request: str, send: Send, suspect_ns: int) -> Wait:
+    chain = trail.sends.get(request, [])
+    open_ns = max(end.now_mono_ns - send.since_mono_ns, 0)
+    return Wait(
+        what="send",
+        number=-1,
+        transfer=send.transfer,
+        request=request,
+        generation=send.generation,
+        since_seq=send.since_seq,
+        open_ns=open_ns,
+        deadline_ns=send.timeout_ns,
+        blocks=send.blocks,
+        missing=tuple(_view(trail, chain, rank, send.since_seq) for rank in send.waiting),
+        answered=tuple(sorted(send.outcomes)),
+        begun=send.phase != "registered",
+        failed=False,
+        quarantined=send.quarantined,
+        # Until the prompt is computed nothing is held for the send, so nothing is late.
+        overdue=send.phase != "registered" and (send.suspected or open_ns >= suspect_ns),
+        blind=_blind(trail, send.since_seq, send.waiting),
+        chain=chain,
+    )
+
+
+def _of_recv(trail: Trail, end: End, request: str, recv: Recv, suspect_ns: int) -> Wait:
+    chain = trail.recvs.get(request, [])
+    open_ns = max(end.now_mono_ns - recv.since_mono_ns, 0)
+    ranks = recv.missing_ranks()
+    missing = tuple(_view(trail, chain, rank, recv.since_seq) for rank in ranks)
+    reported = any(outcome != "ok" for _, _, outcome in recv.outcomes) and not recv.failed
+    return Wait(
+        what="recv",
+        number=-1,
+        transfer=recv.transfer,
+        request=request,
+        generation=recv.generation,
+        since_seq=recv.since_seq,
+        open_ns=open_ns,
+        deadline_ns=recv.timeout_ns,
+        blocks=recv.blocks,
+        missing=missing,
+        answered=tuple(sorted({rank for rank, _, _ in recv.outcomes} - set(ranks))),
+        begun=True,
+        failed=recv.failed,
+        quarantined=recv.quarantined,
+        overdue=recv.suspected
+        or open_ns >= suspect_ns
+        or ((reported or any(report_is_lost(view, end) for view in missing)) and _settled_long_ago(chain, end)),
+        blind=_blind(trail, recv.since_seq, ranks),
+        chain=chain,
+    )
+
+
+def _settled_long_ago(chain: Sequence[ev.Event], end: End) -> bool:
+    failures = [event for event in chain if getattr(event, "outcome", "ok") not in ("ok", "loaded")]
+    return bool(failures) and (
+        end.step - failures[-1].step >= REPORT_STEPS and end.now_mono_ns - failures[-1].mono_ns >= REPORT_NS
+    )
+
+
 def _view(trail: Trail, chain: Sequence[ev.Event], rank: int, since_seq: int) -> RankView:
-    calls: dict[str, ev.TransferStarted] = {}
+    calls: dict[tuple[str, str], ev.TransferStarted] = {}
     ended: ev.TransferFinished | None = None
     for event in chain:
         if isinstance(event, ev.TransferStarted) and event.rank == rank:
-            calls[event.transfer] = event
+            calls[event.transfer, event.peer] = event
         elif isinstance(event, ev.TransferFinished) and event.rank == rank:
-            calls.pop(event.transfer, None)
+            calls.pop((event.transfer, event.peer), None)
             ended = event
     if calls:
         return RankView(rank, "in_call", next(iter(calls.values())))
@@ -207,42 +329,14 @@ def _view(trail: Trail, chain: Sequence[ev.Event], rank: int, since_seq: int) ->
     return RankView(rank, "unknown" if hidden else "silent")
 
 
-def _report_is_lost(view: RankView, end: End) -> bool:
-    """Return whether a put failed so long ago, in steps and in time, that its report would have come.
-
-    A put that went well may be followed by another call of the same job, so only a failed one counts.
-    """
-    last = view.last
-    if view.doing != "ended" or not isinstance(last, ev.TransferFinished) or last.outcome == "ok":
-        return False
-    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - last.mono_ns >= REPORT_NS
-
-
 def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
+    origins = {f"rank {rank}" for rank in missing} | {"workers"}
     for gap in trail.gaps:
         if gap.seq <= since_seq:
             continue
+        lost = f"{words.plural(gap.dropped, 'event')} of {gap.origin} are lost at event {gap.seq} ({gap.reason})"
         if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
-            return f"{words.plural(gap.dropped, 'event')} of the scheduler are lost at event {gap.seq} ({gap.reason})"
-        origins = {f"rank {rank}": rank for rank in missing}
-        if gap.origin in origins or gap.origin == "workers":
-            return (
-                f"{words.plural(gap.dropped, 'event')} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), so "
-                "what "
-                f"{words.ranks(missing)} did is not known; the log of that worker would decide"
-            )
+            return lost
+        if gap.origin in origins:
+            return f"{lost}, so what {words.ranks(missing)} did is not known; the log of that worker would decide"
     return ""
-
-
-def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
-    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
-
-    Ranks that are inside a call to the store are left out: that call, and no system, is why they do not answer.
-    """
-    called = {view.rank for wait in opened for view in wait.doing("in_call")}
-    alike: dict[tuple[int, ...], list[Wait]] = {}
-    for wait in opened:
-        ranks = wait.ranks
-        if wait.overdue and ranks and not any(rank in trail.answered or rank in called for rank in ranks):
-            alike.setdefault(ranks, []).append(wait)
-    return [wait for group in alike.values() if len(group) > 1 for wait in group]

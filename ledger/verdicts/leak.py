@@ -1,89 +1,130 @@
-"""`leak`: a store job holds GPU blocks, and nothing is going on that would ever give them back.
+"""`leak`: blocks are held, and nothing is going on that would give them back.
 
-A rank's put has failed, raised or ended, and its report did not reach the scheduler; or nothing was ever seen of the
-rank; or every rank has reported and the blocks were not freed; or a broken rule put the job into quarantine. While a
-call to the store is open it is a `stall` instead.
+    a job       a rank's put has failed, raised or ended, and its report did not reach the scheduler; or nothing was
+                ever seen of the rank; or every rank has reported and the blocks were not freed; or a broken rule put
+                the job into quarantine
+    a send      a prefill engine holds a finished request's blocks for a decode engine that does not fetch them. That is
+                bounded: it gives up after the send's timeout (`send_expired`), and until then the blocks are gone
+
+While a call to the store is open, a job is a `stall` instead.
 """
 
 from collections.abc import Iterable
 from typing import ClassVar
 
+import msgspec
+
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import count
-from ledger.trail import End
+from ledger.blocks import Blocks, count
+from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
 from ledger.verdicts._waits import Wait, blocked_requests, certainty, describe, evidence, never_answered, waits
 
+KEPT_EXPIRED = 200
+"""Expired sends that are kept for the report; the rest is only counted."""
+
+
+class _Expired(msgspec.Struct, frozen=True):
+    event: ev.SendExpired
+    chain: tuple[ev.Event, ...]
+
 
 class Leak(Verdict):
-    """Jobs that nobody will end."""
+    """Jobs that nobody will end, and sends that nobody fetches."""
 
     kinds: ClassVar[tuple[str, ...]] = ("leak",)
 
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self._expired: list[_Expired] = []
+        self._expired_count = 0
+
+    def on_send_expired(self, event: ev.SendExpired) -> None:
+        """Note blocks that were held for a decode engine in vain."""
+        self._expired_count += 1
+        if len(self._expired) < KEPT_EXPIRED:
+            self._expired.append(_Expired(event, tuple(self.trail.sends[event.request][-10:])))
+
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return one finding for each set of missing ranks, the oldest job in front."""
+        """Return one finding for each set of missing ranks, the oldest job in front, and one for all expired sends."""
         opened = waits(self.trail, end)
         systematic = never_answered(self.trail, opened)
         called = {rank for wait in opened for rank in wait.ranks if wait.doing("in_call")}
-        alike: dict[tuple[bool, tuple[int, ...]], list[Wait]] = {}
+        alike: dict[tuple[str, bool, tuple[int, ...]], list[Wait]] = {}
         for wait in opened:
-            if wait.what != "job" or wait.doing("in_call") or wait in systematic:
+            if wait.what in ("load", "recv") or wait in systematic:
                 continue
-            if wait.doing("silent") and called & set(wait.ranks):
+            if wait.what == "job" and wait.doing("in_call"):
+                continue
+            if wait.what == "job" and wait.doing("silent") and called & set(wait.ranks):
                 continue  # it queues behind a call that has not returned, and the stall names it
             if wait.quarantined or wait.overdue:
-                alike.setdefault((wait.quarantined, wait.ranks), []).append(wait)
+                alike.setdefault((wait.what, wait.quarantined, wait.ranks), []).append(wait)
         for group in alike.values():
-            yield self._leak(group, end)
+            yield self._held(group, end)
+        if self._expired:
+            yield self._expiry()
 
-    def _leak(self, group: list[Wait], end: End) -> Finding:
+    def _held(self, group: list[Wait], end: End) -> Finding:
         first = group[0]
         certain, doubt = ("proven", "") if first.quarantined else certainty(end, [first])
-        told = [describe(view, f"job {first.number}") for view in first.missing]
-        held = sum(count(wait.blocks) for wait in group)
-        who = f"store job {first.number}" + (
-            f" and {words.plural(len(group) - 1, 'more job')}" if len(group) > 1 else ""
-        )
-        if first.quarantined:
-            why = "is quarantined after a broken rule: its blocks stay pinned for good"
-        elif first.missing:
-            why = f"never settled: {words.ranks(first.ranks)} did not report for {words.span(first.open_ns)}"
-        else:
-            why = f"never freed its blocks, although every rank has reported; open for {words.span(first.open_ns)}"
-            told = ["the scheduler: it settled the job and stopped before freeing"]
         ended = [view.last for view in first.doing("ended") if isinstance(view.last, ev.TransferFinished)]
         failed = [last for last in ended if last.outcome != "ok"]
-        shown = evidence(first)
         violated = [event for event in first.chain if isinstance(event, ev.InvariantViolated)]
-        if first.quarantined:
-            told = [f"broken rule {event.rule}: {event.detail}" for event in violated] or ["a broken rule"]
-        lead = min([event.seq for event in (failed or ended or violated)], default=first.since_seq)
         blocked = [name for name in blocked_requests(self.trail) if name != first.request]
+        told = self._told(first, violated)
         told += [f"waiting for blocks behind it: {words.listed(blocked)}"] if blocked else []
+        held = words.plural(sum(count(wait.blocks) for wait in group), "block")
+        more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
+        codes = [each.code for last in failed for each in last.failures] + [last.code for last in failed]
         return Finding(
             kind="leak",
             certainty=certain,
             title=(
-                f"{who} of {words.request(first.request, first.generation)} {why}; {words.plural(held, 'block')} held"
+                f"{first.name}{more} of {words.request(first.request, first.generation)} {self._why(first)}; {held} "
+                "held"
             ),
             since_seq=first.since_seq,
             requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
-            jobs=tuple(wait.number for wait in group),
+            jobs=tuple(wait.number for wait in group if wait.what == "job"),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
-            code=next((each.code for last in failed for each in last.failures), None),
+            code=next((code for code in codes if code), None),
             culprit="; ".join(told),
             advice=self._advice(first, bool(failed)),
-            lead_seq=lead,
+            lead_seq=min([event.seq for event in (failed or ended or violated)], default=first.since_seq),
             doubt=doubt,
-            chain=tuple(shown),
+            chain=tuple(evidence(first)),
         )
+
+    @staticmethod
+    def _why(first: Wait) -> str:
+        open_for = words.span(first.open_ns)
+        if first.quarantined:
+            return "is quarantined after a broken rule: its blocks stay held for good"
+        if first.what == "send":
+            return f"holds blocks for a decode engine that has not fetched them for {open_for}"
+        if first.missing:
+            return f"never settled: {words.ranks(first.ranks)} did not report for {open_for}"
+        return f"never freed its blocks, although every rank has reported; open for {open_for}"
+
+    @staticmethod
+    def _told(first: Wait, violated: list[ev.InvariantViolated]) -> list[str]:
+        if first.quarantined:
+            return [f"broken rule {event.rule}: {event.detail}" for event in violated] or ["a broken rule"]
+        if first.what == "send" and not any(isinstance(event, ev.SendStarted) for event in first.chain):
+            return ["the decode engine, or the router before it: nobody has asked for this transfer"]
+        if not first.missing:
+            return ["the scheduler: it settled the job and stopped before freeing"]
+        return [describe(view, first.name.removeprefix("store ")) for view in first.missing]
 
     @staticmethod
     def _advice(first: Wait, failed: bool) -> str:
         if first.quarantined:
             return "Restart the engine when it can be spared, to get the blocks back; see the broken rule above."
+        if first.what == "send":
+            return "Replay the decode engine's log together with this one: it shows whether the request arrived there."
         if not first.missing:
             return (
                 "Look at the engine's log at its last step: it stopped between settling the job and freeing its blocks."
@@ -94,3 +135,53 @@ class Leak(Verdict):
                 f"Look at {where} at that time for the exception; only a restart of the engine gives the blocks back."
             )
         return f"Look at {where}; only a restart of the engine gives the blocks back."
+
+    def _expiry(self) -> Finding:
+        first = self._expired[0]
+        event = first.event
+        ready = _ready(first.chain)
+        held_ns = event.mono_ns - ready.mono_ns if ready is not None else 0
+        blocks: Blocks = tuple(part for each in self._expired for part in _blocks(each.chain))
+        asked = any(isinstance(each, ev.SendStarted) for each in first.chain)
+        failed = [each for each in first.chain if isinstance(each, ev.RankSent) and each.code]
+        more = f" and {words.plural(self._expired_count - 1, 'more send')}" if self._expired_count > 1 else ""
+        if failed:
+            why = words.failure(failed[0].code, failed[0].raw, failed[0].exception, failed[0].stage)
+            culprit = f"the pushes of rank {failed[0].rank} failed: {why}"
+        elif asked:
+            culprit = "some decode workers asked and others did not: see whether all ranks of the decode engine lived"
+        else:
+            culprit = (
+                "the decode engine never asked: it rejected the request or lost its client, or the router dropped it"
+            )
+        return Finding(
+            kind="leak",
+            certainty="proven",
+            title=(
+                f"send {event.transfer}{more} of request {event.request} held "
+                f"{words.plural(count(_blocks(first.chain)), 'block')} "
+                f"for {words.span(held_ns)} in vain, and was freed only because it expired"
+            ),
+            since_seq=ready.seq if ready is not None else event.seq,
+            requests=tuple(dict.fromkeys(each.event.request for each in self._expired)),
+            blocks=listed(blocks),
+            ranks=tuple(dict.fromkeys(rank for run in event.expired_ranks for rank in range(run[0], run[1] + 1))),
+            code=failed[0].code if failed else None,
+            culprit=culprit,
+            advice=(
+                "Bounded: the blocks came back. Replay the decode engine's log together with this one to see why it "
+                "did not "
+                "fetch them; let the router tell the prefill engine when it gives a request up."
+            ),
+            lead_seq=ready.seq if ready is not None else event.seq,
+            chain=(*first.chain, event),
+        )
+
+
+def _ready(chain: tuple[ev.Event, ...] | Chain) -> ev.SendReady | None:
+    return next((event for event in chain if isinstance(event, ev.SendReady)), None)
+
+
+def _blocks(chain: tuple[ev.Event, ...]) -> Blocks:
+    ready = _ready(chain)
+    return ready.blocks if ready is not None else ()

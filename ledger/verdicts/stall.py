@@ -1,6 +1,7 @@
 """`stall`: something waits for an answer that does not come, and the wait holds a request or blocks.
 
     a load      its request waits for remote KV until every rank has answered
+    a recv      its request waits for a prefill engine
     a job       a rank called the store, and the call has not returned; the job's blocks stay pinned meanwhile
     nothing     requests wait, nothing is open and nothing runs: the scheduler itself does not go on
 
@@ -27,7 +28,7 @@ from ledger.verdicts._waits import (
 
 
 class Stall(Verdict):
-    """Loads and jobs that wait for a rank, and an engine that waits for nothing."""
+    """Loads, recvs and jobs that wait for a rank or a peer, and an engine that waits for nothing."""
 
     kinds: ClassVar[tuple[str, ...]] = ("stall",)
 
@@ -37,7 +38,8 @@ class Stall(Verdict):
         alike: dict[tuple[str, tuple[int, ...]], list[Wait]] = {}
         systematic = never_answered(self.trail, opened)
         for wait in opened:
-            if wait.overdue and wait not in systematic and (wait.what == "load" or wait.doing("in_call")):
+            waiting = wait.what in ("load", "recv") or (wait.what == "job" and wait.doing("in_call"))
+            if wait.overdue and waiting and wait not in systematic:
                 alike.setdefault((wait.what, wait.ranks), []).append(wait)
         for group in alike.values():
             yield self._waiting(group, opened, end)
@@ -47,64 +49,73 @@ class Stall(Verdict):
     def _waiting(self, group: list[Wait], opened: list[Wait], end: End) -> Finding:
         first = group[0]
         certain, doubt = certainty(end, [first])
-        waited = f"load {first.number}" if first.what == "load" else f"job {first.number}"
-        told = [describe(view, waited) for view in first.missing]
         behind = [
             wait.number
             for wait in opened
             if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
         ]
-        more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
-        if first.what == "load":
-            title = (
-                f"{words.request(first.request, first.generation)} waits for remote KV: load {first.number}{more} has "
-                "been open "
-                f"for {words.span(first.open_ns)}"
-            )
-        else:
-            title = (
-                f"store job {first.number}{more} of {words.request(first.request, first.generation)} has been open for "
-            )
-            title += words.span(first.open_ns)
-        if not first.registered:
-            title += ", and was never given to the workers"
-            told = ["the scheduler planned the load and did not give it to the workers"]
-        elif first.missing:
-            title += f"; {words.ranks(first.ranks)} did not answer"
-        shown = evidence(first)
-        in_call = first.doing("in_call")
         holding = [*dict.fromkeys(wait.request for wait in group)]
         blocked = [name for name in blocked_requests(self.trail) if name not in holding]
-        told += [f"the same call holds up jobs {words.listed(behind)}"] if behind else []
+        told = self._told(first)
+        told += [f"the same call holds up jobs {words.listed(behind)}"] if behind and first.doing("in_call") else []
         told += [f"waiting behind it: {words.listed(blocked)}"] if blocked else []
+        calls = [view.last.seq for view in first.doing("in_call", "ended") if view.last is not None]
         return Finding(
             kind="stall",
             certainty=certain,
-            title=title,
+            title=self._title(group),
             since_seq=first.since_seq,
             requests=(*holding, *blocked),
-            jobs=tuple([wait.number for wait in group if wait.what == "job"] + behind),
+            jobs=(*(wait.number for wait in group if wait.what == "job"), *behind),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
             culprit="; ".join(told),
-            advice=self._advice(first, bool(in_call)),
-            lead_seq=in_call[0].last.seq if in_call and in_call[0].last else first.since_seq,
+            advice=self._advice(first),
+            lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
-            chain=tuple(shown),
+            chain=tuple(evidence(first)),
         )
 
     @staticmethod
-    def _advice(first: Wait, in_call: bool) -> str:
-        ranks = words.ranks(first.ranks)
-        if not first.registered:
+    def _title(group: list[Wait]) -> str:
+        first = group[0]
+        request = words.request(first.request, first.generation)
+        more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
+        if first.what == "job":
+            title = f"{first.name}{more} of {request} has been open for {words.span(first.open_ns)}"
+        else:
+            title = f"{request} waits for remote KV: {first.name}{more} has been open for {words.span(first.open_ns)}"
+        if not first.begun:
+            return f"{title}, and was never given to the workers"
+        if not first.missing:
+            return f"{title}, although everyone has answered"
+        return f"{title}; {words.ranks(first.ranks)} did not answer"
+
+    @staticmethod
+    def _told(first: Wait) -> list[str]:
+        if not first.begun:
+            return ["the scheduler planned the load and did not give it to the workers"]
+        if not first.missing:
+            return ["the scheduler, which did not end the wait"]
+        return [describe(view, first.name.removeprefix("store ")) for view in first.missing]
+
+    @staticmethod
+    def _advice(first: Wait) -> str:
+        ranks = words.ranks(first.ranks) if first.ranks else ""
+        if not first.begun:
             return (
                 f"Look at the engine's log at event {first.since_seq}: the load was planned in a step that did not run."
             )
-        if in_call:
+        if first.what == "recv":
+            return (
+                "Replay the prefill engine's log together with this one: it shows whether it was asked, and whether it "
+                "sent. Then look at the bootstrap server and the network between the two."
+            )
+        if first.doing("in_call"):
             return (
                 f"Take a stack of the worker of {ranks} (py-spy dump), and look at the store's master and the host of "
-                "its "
-                "segments; a call that never returns is a peer that is gone. The blocks come back only with the answer."
+                "its segments: a call that never returns is a peer that is gone. The blocks come back only with the "
+                "answer."
             )
         return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
 
@@ -119,15 +130,14 @@ class Stall(Verdict):
         if not newest or any(end.now_mono_ns - event.mono_ns < suspect_ns for event in newest.values()):
             return
         oldest = min(newest, key=lambda name: newest[name].seq)
-        shown = chains[oldest][-6:]
+        still_ns = end.now_mono_ns - max(event.mono_ns for event in newest.values())
         yield Finding(
             kind="stall",
             certainty="suspected",
             title=(
-                f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load or pin "
-                "is open: "
-                "the scheduler itself has not gone on for "
-                f"{words.span(end.now_mono_ns - max(e.mono_ns for e in newest.values()))}"
+                f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load, "
+                "transfer "
+                f"or pin is open: the scheduler itself has not gone on for {words.span(still_ns)}"
             ),
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
@@ -135,5 +145,5 @@ class Stall(Verdict):
             advice="Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
             doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
-            chain=tuple(shown),
+            chain=tuple(chains[oldest][-6:]),
         )

@@ -17,6 +17,9 @@ from ledger.verdicts import Finding, Verdict
 FLUSH_INTERVAL_MS = 50
 """The engine's own default of `flush_interval_ms`."""
 
+NEAR_STEPS = 2
+"""Engine steps before the end within which an event may be what the engine died of."""
+
 
 class TornLog(Verdict):
     """Logs that stop, and engines that died."""
@@ -25,19 +28,16 @@ class TornLog(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._broken: deque[tuple[ev.Event, str]] = deque(maxlen=3)
+        self._telling: deque[tuple[ev.Event, str]] = deque(maxlen=6)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Remember what broke the books last."""
-        self._broken.append((event, refusal.detail))
+        self._telling.append((event, refusal.detail))
 
-    def on_invariant_violated(self, event: ev.InvariantViolated) -> None:
-        """Remember what broke the books last."""
-        self._broken.append((event, event.detail))
+    def _notable(self, event: ev.InvariantViolated | ev.ReportIgnored | ev.LoadFailed | ev.LoadRecovered) -> None:
+        self._telling.append((event, words.describe(event)))
 
-    def on_report_ignored(self, event: ev.ReportIgnored) -> None:
-        """Remember the last late result: an engine that did not expect one dies of it."""
-        self._broken.append((event, f"a late result of a {event.what}: {event.why}"))
+    on_invariant_violated = on_report_ignored = on_load_failed = on_load_recovered = _notable
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the torn end, with what came just before it."""
@@ -46,29 +46,35 @@ class TornLog(Verdict):
             return
         if closed is None and end.how != "torn":
             return
-        near = [(event, detail) for event, detail in self._broken if end.step - event.step <= 2]
+        near = [(event, detail) for event, detail in self._telling if end.step - event.step <= NEAR_STEPS]
         flush_ms = self.trail.setting("flush_interval_ms", FLUSH_INTERVAL_MS)
+        error = closed.exception or "no type was recorded" if closed is not None else ""
         if closed is not None:
-            title = f"the engine stopped because of an error: {closed.exception or 'no type was recorded'}"
-            lost = "the log itself is whole"
+            title = f"the engine stopped because of an error, {error}; the log itself is whole"
         else:
-            title = f"the log ends torn after event {end.last.seq} at {words.clock(end.last.ts_ns)}: nobody closed it"
-            lost = f"what the engine did in its last {flush_ms:g} ms may not have reached the file"
-        culprit = "the engine process: killed, or ended without shutting down"
-        if near:
-            culprit = f"just before the end: {near[-1][1]} (event {near[-1][0].seq})"
-        elif closed is not None:
-            culprit = f"the engine process; {closed.exception or 'the error'} stands in its log"
-        shown = sorted(
-            {event.seq: event for event in [*(event for event, _ in near), *end.tail]}.values(), key=lambda e: e.seq
+            title = (
+                f"the log ends torn after event {end.last.seq} at {words.clock(end.last.ts_ns)}: nobody closed it; "
+                "what the "
+                f"engine did in its last {flush_ms:g} ms may not have reached the file"
+            )
+        culprit = (
+            f"the engine process: {error} stands in its log" if closed else "the engine process: killed or crashed"
         )
+        if near:
+            culprit = f"just before the end, at event {near[-1][0].seq}: {near[-1][1]}"
+        shown = {event.seq: event for event in [*(event for event, _ in near), *end.tail]}
         yield Finding(
             kind="torn_log",
             certainty="proven",
-            title=f"{title}; {lost}",
+            title=title,
             since_seq=end.last.seq,
+            requests=tuple(dict.fromkeys(_request(event) for event, _ in near if _request(event))),
             culprit=culprit,
-            advice="See the engine's own log and the kernel's (dmesg: out of memory) at that time.",
+            advice="See the engine's own log at that time, and the kernel's (dmesg) for a process killed for memory.",
             lead_seq=end.last.seq,
-            chain=tuple(shown),
+            chain=tuple(shown[seq] for seq in sorted(shown)),
         )
+
+
+def _request(event: ev.Event) -> str:
+    return str(getattr(event, "request", ""))

@@ -1,7 +1,7 @@
 """`unreported_failure`: something failed, and the scheduler was not told, or told otherwise.
 
     loaded      a rank said that a load went well although its last call for it failed
-    silence     a rank's last call for a load failed long ago, and it has not answered
+    silence     a rank's last call for a load failed, or a peer failed a recv, and the scheduler was not told
     a rule      a load or recv that had failed was settled as if it had not
 
 A put that fails without a report holds blocks and is a `leak`.
@@ -54,7 +54,7 @@ class UnreportedFailure(RuleVerdict):
         for chain, answer, call in self._hidden:
             yield self._answered_well(chain, answer, call)
         for wait in waits(self.trail, end):
-            if wait.what == "load" and wait.overdue:
+            if wait.what in ("load", "recv") and wait.overdue and not wait.failed:
                 yield from self._silent(wait, end)
 
     def _answered_well(self, chain: Chain, answer: ev.RankLoaded, call: ev.TransferFinished) -> Finding:
@@ -83,33 +83,46 @@ class UnreportedFailure(RuleVerdict):
         )
 
     def _silent(self, wait: Wait, end: End) -> Iterable[Finding]:
-        for view in wait.doing("ended"):
-            call = view.last
-            if not isinstance(call, ev.TransferFinished) or call.outcome == "ok":
-                continue
-            certain, doubt = certainty(end, [wait])
-            why = words.failure(*_code(call), call.exception)
-            shown = [wait.chain[0], call]
-            yield Finding(
-                kind="unreported_failure",
-                certainty=certain,
-                title=(
-                    f"rank {view.rank}'s get for load {wait.number} of {words.request(wait.request, wait.generation)} "
-                    "ended "
-                    f"{call.outcome}{': ' + why if why else ''}, and the scheduler was never told"
-                ),
-                since_seq=call.seq,
-                requests=(wait.request,),
-                blocks=listed(wait.blocks),
-                ranks=(view.rank,),
-                code=_code(call)[0] or None,
-                culprit=f"the worker of rank {view.rank}: its failure was logged at most, and not reported",
-                advice=self.advice,
-                lead_seq=call.seq,
-                doubt=doubt,
-                chain=tuple(shown),
-            )
+        failures: list[ev.TransferFinished | ev.PeerSettled] = [
+            view.last
+            for view in wait.doing("ended")
+            if isinstance(view.last, ev.TransferFinished) and view.last.outcome != "ok"
+        ]
+        failures += [each for each in wait.chain if isinstance(each, ev.PeerSettled) and each.outcome != "ok"]
+        if not failures:
+            return
+        first = min(failures, key=lambda event: event.seq)
+        code, why = _why(first)
+        certain, doubt = certainty(end, [wait])
+        if doubt and wait.in_time and end.how == "closed" and not wait.blind:
+            # The engine would have given the wait up in time. That does not undo that it was not told.
+            certain, doubt = "proven", ""
+        who = f"rank {first.rank}" + (f" and {first.peer}" if isinstance(first, ev.PeerSettled) and first.peer else "")
+        yield Finding(
+            kind="unreported_failure",
+            certainty=certain,
+            title=(
+                f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
+                f"{': ' + why if why else ''}, and the scheduler was never told"
+            ),
+            since_seq=first.seq,
+            requests=(wait.request,),
+            blocks=listed(wait.blocks),
+            ranks=tuple(sorted({event.rank for event in failures})),
+            code=code or None,
+            culprit=f"the worker of rank {first.rank}: its failure was logged at most, and not reported",
+            advice=self.advice,
+            lead_seq=first.seq,
+            doubt=doubt,
+            chain=(wait.chain[0], *failures[:6]),
+        )
 
 
 def _code(call: ev.TransferFinished) -> tuple[str, str]:
-    return (call.failures[0].code, call.failures[0].raw) if call.failures else ("", "")
+    return (call.failures[0].code, call.failures[0].raw) if call.failures else (call.code, call.raw)
+
+
+def _why(event: ev.TransferFinished | ev.PeerSettled) -> tuple[str, str]:
+    if isinstance(event, ev.PeerSettled):
+        return event.code, words.failure(event.code, event.raw, event.exception, event.stage)
+    return _code(event)[0], words.failure(*_code(event), event.exception)

@@ -194,7 +194,7 @@ def test_the_data_of_a_healthy_log_has_no_findings(good: str, capsys: pytest.Cap
     data = json.loads(capsys.readouterr().out)
     assert data["findings"] == []
     story = data["story"]["logs"][0]
-    assert story["puts"]["bytes"] == 2 * 8 * 4096
+    assert story["calls"]["put"]["bytes"] == 2 * 8 * 4096
     assert story["loads"]["tokens_loaded"] == 160
 
 

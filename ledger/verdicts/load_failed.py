@@ -1,0 +1,211 @@
+"""Loads that failed and were reported as they should: `load_failed`, `evicted_before_load`, `lost_store`.
+
+The engine dealt with them, by recomputing or by ending the request; they are told because every one of them cost time
+or a request, and because what they have in common names the cause:
+
+    load_failed             always the same ranks, and these have never loaded anything: the lookup does not ask for the
+                            keys of all ranks. Or any other code, e.g. LEASE_EXPIRED: the transfer outlasted the lease
+    evicted_before_load     the store had the key at the lookup and not at the load, longer than its lease later
+    lost_store              this log saw the key stored, and the store lost it within its lease
+
+The last two are never more than suspected: what the store did is not in a log of the engine. One finding for each code.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+
+from ledger import events as ev
+from ledger import words
+from ledger.blocks import from_ranges
+from ledger.trail import Chain, End, Trail
+from ledger.verdicts import Finding, Verdict, listed
+
+STORE_LEASE_S = 5.0
+"""Mooncake's default lease: what a lookup has found stays for so long."""
+
+KEPT_LOADS = 500
+"""Failed loads of one code that are looked at; more of them say nothing new."""
+
+KEPT_PUTS = 4096
+"""Calls whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
+
+NOT_FOUND = "BLOCK_NOT_FOUND"
+
+
+class _Failed(msgspec.Struct, frozen=True):
+    """A load that failed.
+
+    Attributes:
+        ranks: the ranks on which it failed.
+        looked_up: the lookup that promised the hit.
+        call: the last call of the first failed rank.
+        put: the call that had stored a key that is gone, if this log has it.
+    """
+
+    load: int
+    request: str
+    settled: ev.LoadSettled
+    failure: ev.RankLoaded
+    ranks: tuple[int, ...]
+    all_ranks: tuple[int, ...]
+    planned: ev.LoadPlanned | None
+    looked_up: ev.LookupAnswered | None
+    call: ev.TransferFinished | None
+    put: ev.TransferStarted | None
+
+
+class LoadFailed(Verdict):
+    """Reported failures of loads, by what they have in common."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("load_failed", "evicted_before_load", "lost_store")
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self._failed: dict[str, list[_Failed]] = {}
+        self._count: dict[str, int] = {}
+        self._loaded_ranks: set[int] = set()
+        self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
+        self._recovered: dict[str, int] = {}
+
+    def on_transfer_started(self, event: ev.TransferStarted) -> None:
+        """Remember what was stored."""
+        if event.op == "put":
+            self._puts.append(event)
+
+    def on_rank_loaded(self, event: ev.RankLoaded) -> None:
+        """Remember which ranks have ever loaded."""
+        if event.outcome == "loaded":
+            self._loaded_ranks.add(event.rank)
+
+    def on_load_recovered(self, event: ev.LoadRecovered) -> None:
+        """Count what became of the requests."""
+        self._recovered[event.action] = self._recovered.get(event.action, 0) + 1
+
+    def on_load_settled(self, event: ev.LoadSettled) -> None:
+        """Take a load that failed, with what is known of it now."""
+        if event.outcome != "failed":
+            return
+        chain = self.trail.loads[event.load]
+        answers = [each for each in chain if isinstance(each, ev.RankLoaded)]
+        failures = [each for each in answers if each.outcome != "loaded"]
+        if not failures:
+            return
+        code = failures[0].code or "UNKNOWN"
+        self._count[code] = self._count.get(code, 0) + 1
+        known = self._failed.setdefault(code, [])
+        if len(known) < KEPT_LOADS:
+            known.append(self._take(event, chain, failures, answers))
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return one finding for each code."""
+        for code, failed in self._failed.items():
+            yield self._finding(code, failed)
+
+    def _take(
+        self, event: ev.LoadSettled, chain: Chain, failures: list[ev.RankLoaded], answers: list[ev.RankLoaded]
+    ) -> _Failed:
+        planned = next((each for each in chain if isinstance(each, ev.LoadPlanned)), None)
+        request = planned.request if planned is not None else ""
+        life = self.trail.requests.get(request, [])
+        registered = next((each for each in chain if isinstance(each, ev.LoadRegistered)), None)
+        calls = [each for each in chain if isinstance(each, ev.TransferFinished) and each.rank == failures[0].rank]
+        call = next((each for each in reversed(calls) if each.outcome != "ok"), None)
+        gone = {each.key for each in call.failures if each.code == NOT_FOUND} if call is not None else set[str]()
+        return _Failed(
+            load=event.load,
+            request=request,
+            settled=event,
+            failure=failures[0],
+            ranks=tuple(sorted(each.rank for each in failures)),
+            all_ranks=tuple(from_ranges(registered.ranks)) if registered is not None else (),
+            planned=planned,
+            looked_up=next((each for each in reversed(life) if isinstance(each, ev.LookupAnswered)), None),
+            call=call,
+            put=next((put for put in self._puts if not gone.isdisjoint(put.keys)), None) if gone else None,
+        )
+
+    def _finding(self, code: str, failed: list[_Failed]) -> Finding:
+        first = failed[0]
+        same_ranks = self._same_ranks(failed)
+        kind, how, culprit, advice, doubt = "load_failed", "", "", "", ""
+        if same_ranks:
+            how = f", always on {words.ranks(first.ranks)}, which never loaded anything"
+            culprit = f"systematic: the lookup promises keys that {words.ranks(first.ranks)} cannot load"
+            advice = "See whose keys the lookup asks for: it must ask for those of every rank that loads."
+        elif code == NOT_FOUND:
+            kind, culprit, advice, doubt = self._gone(failed)
+        elif code == "LEASE_EXPIRED":
+            took = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
+            culprit = (
+                f"the transfer took {words.span(took)}; the store's lease is {STORE_LEASE_S:g} s unless set otherwise"
+            )
+            advice = "Raise the master's default_kv_lease_ttl above the slowest transfer, or load less at a time."
+        if not culprit:
+            ranks = sorted({rank for each in failed for rank in each.ranks})
+            why = words.failure(code, first.failure.raw, first.failure.exception, first.failure.stage)
+            culprit = f"{words.ranks(ranks)}: {why}"
+            advice = "See what this code means in docs/codes.md, and the worker log of that rank at that time."
+        number = self._count[code]
+        recovered = ", ".join(f"{action} {times}" for action, times in self._recovered.items())
+        shown = [first.looked_up, first.planned, first.call, first.failure, first.settled]
+        return Finding(
+            kind=kind,
+            certainty="suspected" if doubt else "proven",
+            title=(
+                f"{words.plural(number, 'load')} failed with {code}{how}"
+                f"{f'; what became of all failed loads: {recovered}' if recovered else ''}"
+            ),
+            since_seq=first.planned.seq if first.planned is not None else first.failure.seq,
+            requests=tuple(dict.fromkeys(each.request for each in failed if each.request)),
+            blocks=listed(tuple(part for each in failed for part in (each.planned.blocks if each.planned else ()))),
+            ranks=tuple(sorted({rank for each in failed for rank in each.ranks})),
+            code=code,
+            culprit=culprit,
+            advice=advice,
+            lead_seq=first.call.seq if first.call is not None else first.failure.seq,
+            doubt=doubt,
+            chain=(*((first.put,) if first.put else ()), *(event for event in shown if event is not None)),
+        )
+
+    def _same_ranks(self, failed: list[_Failed]) -> bool:
+        """Return whether it is always the same ranks, some but not all, and these never load."""
+        first = failed[0]
+        return (
+            len(failed) > 1
+            and set(first.ranks) < set(first.all_ranks)
+            and all(each.ranks == first.ranks for each in failed)
+            and self._loaded_ranks.isdisjoint(first.ranks)
+        )
+
+    @staticmethod
+    def _gone(failed: list[_Failed]) -> tuple[str, str, str, str]:
+        """Return kind, culprit, advice and doubt for keys that the lookup had found."""
+        first = failed[0]
+        if first.looked_up is None or first.call is None:
+            return "load_failed", "", "", ""
+        began_ns = first.call.ts_ns - first.call.duration_ns
+        after_ns = began_ns - first.looked_up.ts_ns
+        after = f"{words.span(after_ns)} after the lookup had found it"
+        if after_ns >= STORE_LEASE_S * 1e9:
+            return (
+                "evicted_before_load",
+                f"the store: a key was gone {after}; its lease of {STORE_LEASE_S:g} s had run out by then",
+                "Load sooner after the lookup, raise the lease, or give the store more room.",
+                "the store's evictions are not in this log; the log of its master would decide",
+            )
+        if first.put is not None:
+            return (
+                "lost_store",
+                f"the store: {first.put.transfer} had put the key (event {first.put.seq}), and it was gone {after}",
+                "See the master's log for a segment or a client that went away at that time.",
+                "the store's own doings are not in this log; the log of its master would decide",
+            )
+        return (
+            "load_failed",
+            f"the store: a key was gone {after}",
+            "See the log of the store's master at that time.",
+            "",
+        )

@@ -1,0 +1,396 @@
+"""`poison`: a transfer read or wrote a block while it belonged to another request.
+
+    a read      a put stores what the new owner had written under the old owner's key; whoever loads that key gets wrong
+    KV a write     a get or a pull writes the old owner's KV over that of the new owner
+
+It is judged by ownership. The log records who got a block that open work still names (`blocks_allocated`); the work
+that was open then is on trial, and each of its calls that was open after that place is a hit. How certain that is
+depends on what orders the two, because a worker's evidence comes in late:
+
+    proven      the call began after the worker had been told of a step later than the one that gave the block away: the
+                new owner's first forward pass lay between
+    suspected   the call was open when the block was given away, or the order of the two within a step is not recorded,
+                or both owners are lives of the same request, whose KV may be the same
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import msgspec
+
+from ledger import events as ev
+from ledger import words
+from ledger.blocks import Blocks, by_group, expand
+from ledger.trail import Chain, End, Trail
+from ledger.verdicts import Finding, Verdict
+
+Block = tuple[int, int]
+Call = tuple[str, int, str]
+"""A transfer's id, its rank, and its peer."""
+
+KEPT_GRANTS = 2000
+"""Events that give blocks away under open work, and are kept. A sound connector makes none."""
+
+KEPT_RELEASES = 256
+
+KEPT_LOADERS = 500
+
+
+class _Work(msgspec.Struct):
+    """A job, load, send or recv that was open when a block was given away.
+
+    Attributes:
+        began: its first event.
+        pinned: whether it held references on its blocks.
+    """
+
+    name: str
+    job: int
+    request: str
+    generation: int
+    began: ev.Event | None
+    pinned: bool
+
+
+class _Grant(msgspec.Struct):
+    """A block that was given away.
+
+    Attributes:
+        works: the work that was open then, by what its calls are found by.
+    """
+
+    event: ev.BlocksAllocated
+    blocks: frozenset[Block]
+    released: ev.BlocksReleased | ev.RequestPreempted | ev.RequestFinished | ev.RequestAborted | None
+    works: dict[tuple[str, int | str], _Work]
+
+
+class _Hit(msgspec.Struct):
+    """A call that touched blocks of another owner."""
+
+    started: ev.TransferStarted
+    grant: _Grant
+    work: _Work
+    blocks: tuple[Block, ...]
+    keys: tuple[str, ...]
+    finished: ev.TransferFinished | None = None
+    failed_keys: frozenset[str] = frozenset()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the events exclude that the block still held its old owner's KV."""
+        return (
+            self.started.step > self.grant.event.step
+            and self.started.ts_ns > self.grant.event.ts_ns
+            and self.grant.event.request != self.work.request
+        )
+
+    @property
+    def open_after(self) -> bool:
+        """Whether the call was open after the block was given away, as far as its end is known."""
+        finished = self.finished
+        return finished is None or finished.step > self.grant.event.step or finished.ts_ns > self.grant.event.ts_ns
+
+    def tainted_keys(self) -> list[str]:
+        """Return the keys under which a put stored the blocks of another owner."""
+        if self.started.op != "put" or (self.finished is not None and self.finished.outcome in ("failed", "raised")):
+            return []
+        return [key for key in self.keys if key not in self.failed_keys]
+
+
+class Poison(Verdict):
+    """Blocks that were read or written under a new owner.
+
+    Attributes:
+        hits: every call that touched blocks of another owner.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("poison",)
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self.hits: list[_Hit] = []
+        self._grants: list[_Grant] = []
+        self._ends: list[ev.Event] = []
+        self._open: dict[Call, list[_Hit]] = {}
+        self._tainted: dict[str, _Hit] = {}
+        self._loaders: dict[str, list[ev.TransferStarted]] = {}
+        self._loader_count = 0
+
+    # --- who owned what ---------------------------------------------------------------------------------------------
+
+    def on_blocks_released(self, event: ev.BlocksReleased) -> None:
+        """Remember who gave up blocks that open work names."""
+        self._end(event)
+
+    def on_request_preempted(self, event: ev.RequestPreempted) -> None:
+        """Remember who lost blocks while work was open."""
+        if self.state.book.jobs:
+            self._end(event)
+
+    def _end(self, event: ev.Event) -> None:
+        self._ends.append(event)
+        if len(self._ends) > 2 * KEPT_RELEASES:
+            del self._ends[:KEPT_RELEASES]
+
+    def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
+        """Put the work that is open on trial, and its calls that are open already."""
+        if len(self._grants) >= KEPT_GRANTS:
+            self._forget_old_grants()
+        blocks = frozenset(expand(event.blocks))
+        grant = _Grant(event, blocks, None, self._open_work(event, blocks))
+        if not grant.works:
+            return
+        self._grants.append(grant)
+        for key, work in grant.works.items():
+            for started in _open_calls(self._chain(key)):
+                self._judge(started, grant, work)
+
+    def _forget_old_grants(self) -> None:
+        """Drop the grants whose work is over, and if none is, the oldest: the first ones have told the story."""
+        book = self.state.book
+        alive = [grant for grant in self._grants if any(work.job in book.jobs for work in grant.works.values())]
+        self._grants = alive[len(alive) // 2 :]
+
+    def _open_work(self, event: ev.BlocksAllocated, blocks: frozenset[Block]) -> dict[tuple[str, int | str], _Work]:
+        """Return the open work of other owners that names the blocks, or that may do so because it has pinned none."""
+        book, trail = self.state.book, self.trail
+        works: dict[tuple[str, int | str], _Work] = {}
+        owner = (event.request, event.generation)
+        for number, job in book.jobs.items():
+            if (job.request, job.generation) == owner or (job.blocks and not _overlap(job.blocks, blocks)):
+                continue
+            chain = trail.jobs.get(number)
+            began = chain[0] if chain else None
+            works["job", number] = _Work(
+                f"store job {number}", number, job.request, job.generation, began, bool(job.blocks)
+            )
+        for number, load in book.loads.items():
+            if (load.request, load.generation) != owner and load.waiting and _overlap(load.blocks, blocks):
+                chain = trail.loads.get(number)
+                works["load", number] = _Work(
+                    f"load {number}", -1, load.request, load.generation, chain[0] if chain else None, True
+                )
+        for request, recv in book.recvs.items():
+            if (request, recv.generation) != owner and recv.missing_ranks() and _overlap(recv.blocks, blocks):
+                chain = trail.recvs.get(request)
+                works["transfer", recv.transfer] = _Work(
+                    f"recv {recv.transfer}", -1, request, recv.generation, chain[0] if chain else None, True
+                )
+        for request, send in book.sends.items():
+            if (request, send.generation) != owner and send.waiting and _overlap(send.blocks, blocks):
+                chain = trail.sends.get(request)
+                works["transfer", send.transfer] = _Work(
+                    f"send {send.transfer}", -1, request, send.generation, chain[0] if chain else None, True
+                )
+        return works
+
+    def _chain(self, key: tuple[str, int | str]) -> Chain:
+        what, name = key
+        if isinstance(name, int):
+            return (self.trail.jobs if what == "job" else self.trail.loads).get(name, [])
+        transfers = (*self.trail.recvs.values(), *self.trail.sends.values())
+        return next((chain for chain in transfers if chain and getattr(chain[0], "transfer", "") == name), [])
+
+    # --- who read and wrote -----------------------------------------------------------------------------------------
+
+    def on_transfer_started(self, event: ev.TransferStarted) -> None:
+        """Judge a call that begins after its blocks were given away; note who loads a tainted key."""
+        if self._grants:
+            key = _key(event)
+            for grant in self._grants:
+                work = grant.works.get(key)
+                if work is not None:
+                    self._judge(event, grant, work)
+        if self._tainted and event.op == "get":
+            for key in event.keys:
+                if key in self._tainted and self._loader_count < KEPT_LOADERS:
+                    self._loader_count += 1
+                    self._loaders.setdefault(key, []).append(event)
+
+    def on_transfer_finished(self, event: ev.TransferFinished) -> None:
+        """Close the calls that were judged."""
+        if not self._open:
+            return
+        for hit in self._open.pop((event.transfer, event.rank, event.peer), ()):
+            hit.finished = event
+            hit.failed_keys = frozenset(failure.key for failure in event.failures)
+            if not hit.open_after:
+                self.hits.remove(hit)  # it had ended before, and its evidence came in late
+            for key in hit.keys:
+                if self._tainted.get(key) is hit and key not in hit.tainted_keys():
+                    del self._tainted[key]
+
+    def _judge(self, started: ev.TransferStarted, grant: _Grant, work: _Work) -> None:
+        order = list(expand(started.blocks))
+        touched = [index for index, block in enumerate(order) if block in grant.blocks]
+        if not touched:
+            return
+        call = (started.transfer, started.rank, started.peer)
+        if any(hit.grant is grant and hit.work is work for hit in self._open.get(call, ())):
+            return
+        if grant.released is None:
+            grant.released = self._released_before(grant, work)
+        keys = tuple(started.keys[index] for index in touched if index < len(started.keys))
+        hit = _Hit(started, grant, work, tuple(order[index] for index in touched), keys)
+        self.hits.append(hit)
+        self._open.setdefault(call, []).append(hit)
+        for key in hit.tainted_keys():
+            self._tainted.setdefault(key, hit)
+
+    def _released_before(self, grant: _Grant, work: _Work) -> Any:
+        """Return the event by which the old owner lost the blocks, the last one before the block was given away."""
+        for event in reversed(self._ends):
+            if getattr(event, "request", "") != work.request or event.seq > grant.event.seq:
+                continue
+            if not isinstance(event, ev.BlocksReleased) or not grant.blocks.isdisjoint(expand(event.blocks)):
+                return event
+        return None
+
+    # --- what was found ---------------------------------------------------------------------------------------------
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return one finding for each job, load or recv."""
+        works: dict[str, list[_Hit]] = {}
+        for hit in self.hits:
+            works.setdefault(hit.work.name, []).append(hit)
+        for hits in works.values():
+            yield self._finding(hits)
+
+    def _finding(self, hits: list[_Hit]) -> Finding:
+        proven = [hit for hit in hits if hit.proven and hit.open_after]
+        told = proven or hits
+        first, work = told[0], told[0].work
+        blocks = tuple(sorted({block for hit in told for block in hit.blocks}))
+        keys = list(dict.fromkeys(key for hit in told for key in hit.tainted_keys()))
+        loads = [load for key in keys for load in self._loaders.get(key, ())]
+        loaders = list(dict.fromkeys(load.request for load in loads if load.request))
+        owners = list(dict.fromkeys(hit.grant.event.request for hit in told))
+        reads = first.started.op in ("put", "push")
+        grant = first.grant.event
+        new = f"{words.request(grant.request, grant.generation)}" + (
+            f" and {len(owners) - 1} more" if len(owners) > 1 else ""
+        )
+        old = words.request(work.request, work.generation)
+        which = words.blocks(_grouped(blocks))
+        if reads:
+            stored = f": {words.plural(len(keys), 'key')} of {old} hold KV of another request" if keys else ""
+            title = f"{work.name} of {old} read blocks {which} after they had been given to {new}{stored}"
+        else:
+            title = f"{work.name} of {old} wrote into blocks {which} after they had been given to {new}"
+        events = [work.began, first.grant.released, grant, first.started, first.finished, *loads[:4]]
+        chain = {event.seq: event for event in events if event is not None}
+        return Finding(
+            kind="poison",
+            certainty="proven" if proven else "suspected",
+            title=title + (f"; loaded by {words.listed(loaders)}" if loaders else ""),
+            since_seq=grant.seq,
+            requests=tuple(dict.fromkeys([work.request, *owners, *loaders])),
+            jobs=(work.job,) if work.job >= 0 else (),
+            blocks=blocks,
+            ranks=tuple(sorted({hit.started.rank for hit in told})),
+            culprit=self._culprit(work),
+            advice=self._advice(work, keys),
+            lead_seq=grant.seq,
+            doubt="" if proven else self._doubt(first),
+            chain=tuple(chain[seq] for seq in sorted(chain)),
+            notes=tuple(self._time_line(told)),
+            facts={
+                "tainted": [
+                    {
+                        "key": key,
+                        "block": list(block),
+                        "rank": hit.started.rank,
+                        "job": work.job,
+                        "old_owner": [work.request, work.generation],
+                        "new_owner": [hit.grant.event.request, hit.grant.event.generation],
+                        "loaded_by": list(dict.fromkeys(load.request for load in self._loaders.get(key, ()))),
+                        "certainty": "proven" if hit.proven and hit.open_after else "suspected",
+                    }
+                    for hit in hits
+                    for key, block in zip(hit.keys, hit.blocks, strict=False)
+                    if key in hit.tainted_keys()
+                ],
+            },
+        )
+
+    @staticmethod
+    def _culprit(work: _Work) -> str:
+        if work.job >= 0 and not work.pinned:
+            return f"{work.name} held no references on its blocks, so vLLM gave them away while it was queued"
+        if work.job >= 0:
+            return f"{work.name} is recorded as pinning its blocks, and vLLM's pool gave them away all the same"
+        return f"the blocks of {work.name} were freed before everybody who may write into them had settled"
+
+    @staticmethod
+    def _advice(work: _Work, keys: list[str]) -> str:
+        if keys:
+            return (
+                f"Remove the keys from the store, or change cache_prefix: nothing heals them. See who read them with "
+                f"`kvledger blast-radius FILE --job {work.job}`."
+            )
+        return (
+            "Do not trust the output of the new owner; reset the prefix cache, and see `kvledger blame` for the block."
+        )
+
+    @staticmethod
+    def _doubt(hit: _Hit) -> str:
+        if hit.grant.event.request == hit.work.request:
+            return "both owners are lives of one request, whose KV may be the same; only the bytes would tell"
+        if hit.started.seq < hit.grant.event.seq:
+            return (
+                "the call was open when the block was given away, and may have moved its bytes before; only the bytes "
+                "would tell"
+            )
+        return (
+            "the order of the call and of the new owner's first forward pass is not recorded; only the bytes would tell"
+        )
+
+    @staticmethod
+    def _time_line(hits: list[_Hit]) -> Iterable[str]:
+        """Yield the history of the first few blocks: who had it when, and the call in between."""
+        told: set[Block] = set()
+        for hit in hits:
+            for block in hit.blocks:
+                if block in told or len(told) >= 3:
+                    continue
+                told.add(block)
+                released, grant, finished = hit.grant.released, hit.grant.event, hit.finished
+                until = (
+                    f"until event {released.seq}" if released is not None else f"until event {grant.seq} at the latest"
+                )
+                ended = f"to {finished.seq}" if finished is not None else "on, and has not returned"
+                yield (
+                    f"block {block[0]}:{block[1]}: {words.request(hit.work.request, hit.work.generation)} {until}; "
+                    f"{words.request(grant.request, grant.generation)} from event {grant.seq}; "
+                    f"{hit.started.op} {hit.started.transfer} of {hit.work.name} from event {hit.started.seq} {ended}"
+                )
+
+
+def _key(event: ev.TransferStarted) -> tuple[str, int | str]:
+    if event.job >= 0:
+        return "job", event.job
+    if event.load >= 0:
+        return "load", event.load
+    return "transfer", event.transfer
+
+
+def _open_calls(chain: Chain) -> list[ev.TransferStarted]:
+    calls: dict[Call, ev.TransferStarted] = {}
+    for event in chain:
+        if isinstance(event, ev.TransferStarted):
+            calls[event.transfer, event.rank, event.peer] = event
+        elif isinstance(event, ev.TransferFinished):
+            calls.pop((event.transfer, event.rank, event.peer), None)
+    return list(calls.values())
+
+
+def _overlap(named: Blocks, blocks: frozenset[Block]) -> bool:
+    return any(block in blocks for block in expand(named))
+
+
+def _grouped(blocks: tuple[Block, ...]) -> Blocks:
+    groups: dict[int, list[int]] = {}
+    for group, block in blocks:
+        groups.setdefault(group, []).append(block)
+    return by_group(groups.items())
