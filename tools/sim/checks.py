@@ -215,10 +215,10 @@ class Checks:
         else:
             self._held(rank, "reads", block, job.epochs[block], f"job {item.store_job_id} of {job.request}")
 
-    def writes(self, rank: int, item: ReqMeta, block: int) -> None:
+    def writes(self, rank: int, item: Any, block: int) -> None:
         """A get writes a block: it must be held for the load, from its plan to this rank's answer."""
         load = self.loads.get(item.req_id)
-        if load is None or load.load != getattr(item, "kvledger_load", -1):
+        if load is None or load.load != load_number(item):
             self.fail("ownership", f"rank {rank} writes block {block} for a load of {item.req_id} that is not open")
         elif block not in load.epochs:
             self.fail("ownership", f"rank {rank} writes block {block}, which the load of {item.req_id} does not name")
@@ -374,7 +374,7 @@ class Checks:
         """Check all that must hold between two steps."""
         self._check_pool()
         self._check_book()
-        self._check_events()
+        self.check_events()
 
     def _check_pool(self) -> None:
         """References in the pool are those of block tables, of steps in flight, and of pins; and nothing else."""
@@ -436,7 +436,7 @@ class Checks:
             if record.state not in _states_of(request.status, name in self.loads):
                 self.fail("book", f"{name} is {record.state} in the book, and {request.status.name} for vLLM")
 
-    def _check_events(self) -> None:
+    def check_events(self) -> None:
         """What the connector did to the pool is what the new events say; the shadow agrees with the live state."""
         self.feed.take()
         watched, feed = self.watched_pool, self.feed
@@ -610,6 +610,11 @@ class Feed:
 
     def _gap(self, event: ev.Gap) -> None:
         self.complaints.append(f"{event.dropped} events of {event.origin} were dropped: {event.reason}")
+
+
+def load_number(item: Any) -> int:
+    """Return the load that an item of a receive thread is of: upstream's metadata, or the plugin's load under way."""
+    return int(item.number if hasattr(item, "number") else getattr(item, "kvledger_load", -1))
 
 
 def spread(ranges: Iterable[tuple[int, int]]) -> list[int]:

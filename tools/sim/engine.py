@@ -96,12 +96,13 @@ class Host(TransferWatch):
 class Direct:
     """Stands in for upstream's lookup client, which asks rank 0 over a socket: here it is a call.
 
-    With a delay it answers like upstream's asynchronous lookups: not yet, until some steps later.
+    With a delay it answers like upstream's asynchronous lookups: not yet, until some steps later, and then what was true at
+    first.
     """
 
     def __init__(self, _config: object) -> None:
         self.engine: Engine | None = None
-        self._ready_step: dict[str, int] = {}
+        self._under_way: dict[str, tuple[int, MooncakeLookupResult]] = {}
 
     def lookup(
         self, req_id: str, num_tokens: int, block_hashes: list[Any], non_block: bool = False
@@ -110,18 +111,26 @@ class Direct:
         engine = self.engine
         if engine is None:
             raise RuntimeError("the lookup client was used before the engine was built")
-        if non_block:
-            ready = self._ready_step.setdefault(req_id, engine.step_number + engine.shape.lookup_delay_steps)
-            if engine.step_number < ready:
-                return None
-            del self._ready_step[req_id]
+        if not non_block:
+            return self._ask(engine, num_tokens, block_hashes)
+        known = self._under_way.get(req_id)
+        if known is None:
+            ready = engine.step_number + engine.shape.lookup_delay_steps
+            self._under_way[req_id] = ready, self._ask(engine, num_tokens, block_hashes)
+            return None
+        if engine.step_number < known[0]:
+            return None
+        del self._under_way[req_id]
+        return known[1]
+
+    def _ask(self, engine: "Engine", num_tokens: int, block_hashes: list[Any]) -> MooncakeLookupResult:
         result = engine.ranks[0].worker.lookup(num_tokens, block_hashes)
         engine.host.looked_up(result.hit_length)
         return result
 
     def discard(self, req_id: str) -> None:
         """Forget a lookup that is under way."""
-        self._ready_step.pop(req_id, None)
+        self._under_way.pop(req_id, None)
 
     def reset(self) -> bool:
         """Let rank 0's saves drain and empty the store, as upstream's lookup server does; the engine waits meanwhile.
@@ -440,6 +449,10 @@ def _vllm_config(shape: pl.Shape) -> VllmConfig:
         "on_invariant_violation": shape.on_invariant_violation,
         "max_inflight_store_jobs": shape.max_inflight_store_jobs,
         "max_pinned_fraction": shape.max_pinned_fraction,
+        "load_max_retries": shape.load_max_retries,
+        "load_deadline_s": shape.load_deadline_s,
+        "load_rollback": shape.load_rollback,
+        "load_max_cycles": shape.load_max_cycles,
         "stall_suspect_s": STALL_SUSPECT_S,
     }
     config = VllmConfig(

@@ -72,6 +72,10 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
     on_invariant_violation: str = "raise"
     max_inflight_store_jobs: int = 512
     max_pinned_fraction: float = 0.9
+    load_max_retries: int = 2
+    load_deadline_s: float = 10.0
+    load_rollback: str = "request"
+    load_max_cycles: int = 2
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -294,6 +298,10 @@ def _draw_shape(dice: Dice, ranks: Sequence[int]) -> Shape:
         on_invariant_violation=dice.pick(("raise", "quarantine")),
         max_inflight_store_jobs=dice.pick((512, 512, 0, 1, 3)),
         max_pinned_fraction=dice.pick((0.9, 0.9, 1.0, 0.5, 0.2)),
+        load_max_retries=dice.pick((0, 2, 2)),
+        load_deadline_s=dice.pick((10.0, 10.0, 0.2)),
+        load_rollback=dice.pick(("request", "request", "suffix")),
+        load_max_cycles=dice.pick((2, 2, 1, 0)),
     )
 
 

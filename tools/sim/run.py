@@ -169,7 +169,10 @@ class Run:
             self._finish(batch, decisions)
         elif world.engine.executed == scheduled:
             self._idle()
-        checks.after_step()
+        if self._ended == "violation":  # in the middle of an update, so the account of this step is not the book's
+            checks.check_events()
+        else:
+            checks.after_step()
 
     def _newest(self, batch: Batch | None) -> Batch:
         queue = self.world.engine.queue

@@ -9,7 +9,7 @@ store itself. A rank answers a step as vLLM's model runner does, with the same c
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,12 +24,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from connector import store_worker
 from connector.adopt import adopt
+from connector.failures import FailureLog
+from connector.load_thread import RunningLoad
 from connector.store_worker import LedgerStoreWorker
 from connector.worker_meta import JobReport, LoadReport
 from ledger import events as ev
 from ledger.log import Log
 from ledger.settings import Settings
+from tools.sim.checks import load_number
 from tools.sim.clock import STEP_NS, Call, Clock, getcurrent
 from tools.sim.plan import Shape
 from tools.sim.store import BASE_ADDRESS, BLOCK_BYTES, Faults, RankStore
@@ -123,6 +127,47 @@ class VirtualEvidence:
         elif isinstance(event, ev.TransferFinished):
             stamps["duration_ns"] = clock.now_ns - self._started_ns.pop(event.transfer)
         self._log.append_evidence(msgspec.structs.replace(event, **stamps))
+
+
+class VirtualRetries:
+    """Brings loads back when they are due, in virtual time. See `connector.load_thread.Retries`."""
+
+    def __init__(self, lanes: Lanes, clock: Clock) -> None:
+        self._lanes = lanes
+        self._clock = clock
+        self._waiting: dict[int, RunningLoad] = {}
+        self._order = 0
+
+    def now_s(self) -> float:
+        """Return virtual time, in seconds."""
+        return self._clock.now_ns / 1e9
+
+    def put_back(self, load: RunningLoad, due_s: float) -> None:
+        """Give `load` to the receive threads at `due_s`."""
+        self._order += 1
+        number = self._order
+        self._waiting[number] = load
+        self._clock.at(int(due_s * 1e9), lambda: self._bring(number))
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Bring back at once, as cancelled, the loads of these requests."""
+        if requests:
+            self._hurry(lambda load: load.req_id in requests)
+
+    def close(self) -> None:
+        """Bring back at once, as cancelled, all loads."""
+        self._hurry(lambda _: True)
+
+    def _hurry(self, chosen: Callable[[RunningLoad], bool]) -> None:
+        for number in [number for number, load in self._waiting.items() if chosen(load)]:
+            self._waiting[number].cancelled = True
+            self._bring(number)
+
+    def _bring(self, number: int) -> None:
+        load = self._waiting.pop(number, None)
+        if load is not None:
+            self._lanes.put(load)
+            self._lanes.task_done()  # of the time before: until here the load counted as unfinished
 
 
 class CallLocal:
@@ -235,13 +280,16 @@ class Rank:
         metadata = KeyMetadata("model", tp_rank=self.number, pcp_rank=0, dcp_rank=0, pp_rank=0)
         worker.token_dbs = worker._build_token_databases(metadata, None)
         worker._init_lookup_key_prefixes()
-        worker._record_kv_connector_operation = _no_metrics  # type: ignore[method-assign]
+        worker._record_kv_connector_operation = _nothing  # type: ignore[method-assign]
         promoted = adopt(worker, LedgerStoreWorker)
-        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=self.number))
-        promoted.open(config, "simulated", msgspec.structs.replace(settings, evidence=False), kv_groups)  # type: ignore[arg-type]
+        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=self.number), kv_transfer_config=None)
+        with mock.patch.object(store_worker, "open_failure_log"):  # its handler would be the whole process's
+            promoted.open(config, "simulated", msgspec.structs.replace(settings, evidence=False), kv_groups)  # type: ignore[arg-type]
         promoted.store._sender = VirtualEvidence(log, self.number, self._clock)
         promoted.store._current = CallLocal()
         promoted._sender = promoted.store._sender
+        promoted.retries = VirtualRetries(worker.recv_request_queue, self._clock)  # type: ignore[arg-type]
+        promoted.failures = FailureLog("", write=_nothing)
         with mock.patch.object(upstream.MooncakeStoreWorker, "register_kv_caches", self._build_threads(shape)):
             promoted.register_kv_caches({})
         return promoted
@@ -278,14 +326,14 @@ class Rank:
             job = item.store_job_id
             self._clock.at(self._clock.now_ns + STEP_NS * 3 // 2, lambda: self.report_job(job))
 
-    def _after_load(self, item: ReqMeta) -> None:
-        load = getattr(item, "kvledger_load", -1)
+    def _after_load(self, item: ReqMeta | RunningLoad) -> None:
+        load = item.number if isinstance(item, RunningLoad) else getattr(item, "kvledger_load", -1)
         if self._faults.answers_twice("get", item.req_id, self.number):
             self._clock.at(self._clock.now_ns + STEP_NS * 3 // 2, lambda: self.report_load(load, item.req_id))
 
 
-def _no_metrics(*_: object, **__: object) -> None:
-    """Upstream's metrics are timed by a real clock."""
+def _nothing(*_: object, **__: object) -> None:
+    """Take metrics, which upstream times by a real clock, and lines for log shippers, which bear its time."""
 
 
 def _delivered(metadata: MooncakeStoreConnectorMetadata) -> MooncakeStoreConnectorMetadata:
