@@ -168,9 +168,11 @@ loads = Table(
 transfers = Table(
     "transfers",
     sealed,
-    Column("transfer", Text, primary_key=True, doc="The call to the store, `<rank>-<number>`."),
-    _integer("rank", "The worker that called."),
-    _text("op", "`put` or `get`."),
+    Column("first_seq", Integer, primary_key=True, autoincrement=False, doc="The first event that names this call."),
+    _text("transfer", "The call to the store, `<rank>-<number>`, or the P/D transfer that it is part of.", null=False),
+    _integer("rank", "The worker that called.", null=False),
+    _text("op", "`put` or `get`; for a P/D transfer `push` or `pull`.", null=False),
+    _text("peer", "The worker of the other engine, for a P/D transfer."),
     _text("request", "For which request."),
     _integer("job", "For which store job."),
     _integer("load", "For which load."),
@@ -182,12 +184,11 @@ transfers = Table(
     _integer("keys", "How many keys.", null=False),
     _integer("bytes", "How many bytes.", null=False),
     _integer("failed_keys", "How many keys failed.", null=False),
-    _text("code", "Stable name of the first key's error."),
+    _text("code", "Stable name of the error; with several keys, that of the first that failed."),
     _text("exception", "Type of the exception that ended it."),
     sqlite_strict=True,
-    sqlite_with_rowid=False,
 )
-"""One row for each call to the store."""
+"""One row for each call to the store or to a peer."""
 
 INDEXES: tuple[Index, ...] = (
     Index("events_by_kind", events.c.kind, events.c.seq),
@@ -205,6 +206,7 @@ INDEXES: tuple[Index, ...] = (
     Index("requests_by_request", requests.c.request, requests.c.generation),
     Index("jobs_by_request", jobs.c.request, jobs.c.generation),
     Index("loads_by_request", loads.c.request, loads.c.generation),
+    Index("transfers_by_transfer", transfers.c.transfer),
     Index("transfers_by_job", transfers.c.job),
     Index("transfers_by_load", transfers.c.load),
 )

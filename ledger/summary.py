@@ -1,4 +1,4 @@
-"""What became of each request, store job, load and call to the store: rows of the summary tables of a sealed file.
+"""What became of each request, store job, load and transfer: rows of the summary tables of a sealed file.
 
 Readers that only want a table (a browser, a query) find here what they would otherwise fold together from events. It is
 no second book: no rule is checked, nothing is judged, and replay does not read it. Memory grows with what is open only.
@@ -69,11 +69,13 @@ class LoadRow(msgspec.Struct):
 
 
 class TransferRow(msgspec.Struct):
-    """A call to the store."""
+    """A call to the store or to a peer."""
 
+    first_seq: int
     transfer: str
-    rank: int | None = None
-    op: str | None = None
+    rank: int
+    op: str
+    peer: str | None = None
     request: str | None = None
     job: int | None = None
     load: int | None = None
@@ -107,7 +109,7 @@ class Summary:
         self._requests: dict[str, RequestRow] = {}
         self._jobs: dict[int, JobRow] = {}
         self._loads: dict[int, LoadRow] = {}
-        self._transfers: dict[str, TransferRow] = {}
+        self._transfers: dict[tuple[str, int, str], TransferRow] = {}
         self._started_mono_ns: dict[tuple[str, int], int] = {}
         self._see: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.RequestQueued: self._queued,
@@ -252,12 +254,15 @@ class Summary:
         row.duration_ns = self._duration_ns("load", event.load, event.mono_ns)
         self.rows.append(self._loads.pop(event.load))
 
-    # --- calls to the store ---------------------------------------------------------------------------------------
+    # --- calls to the store and to peers --------------------------------------------------------------------------
 
     def _transfer(self, event: ev.TransferStarted | ev.TransferFinished) -> TransferRow:
-        row = self._transfers.get(event.transfer)
+        # A P/D transfer is many calls under one name: one for each rank and peer, and again when a push failed.
+        call = (event.transfer, event.rank, event.peer)
+        row = self._transfers.get(call)
         if row is None:
-            row = self._transfers[event.transfer] = TransferRow(event.transfer, event.rank, event.op)
+            row = TransferRow(event.seq, event.transfer, event.rank, event.op, event.peer or None)
+            self._transfers[call] = row
         row.request = row.request or event.request or None
         row.job = event.job if event.job >= 0 else row.job
         row.load = event.load if event.load >= 0 else row.load
@@ -274,9 +279,9 @@ class Summary:
         row.finished_ts_ns, row.duration_ns, row.outcome = event.ts_ns, event.duration_ns, event.outcome
         row.keys = event.keys or row.keys
         row.failed_keys = event.failed_keys
-        row.code = event.failures[0].code if event.failures else None
+        row.code = event.failures[0].code if event.failures else event.code or None
         row.exception = event.exception or None
-        self.rows.append(self._transfers.pop(event.transfer))
+        self.rows.append(self._transfers.pop((event.transfer, event.rank, event.peer)))
 
     def _duration_ns(self, what: str, number: int, mono_ns: int) -> int | None:
         started = self._started_mono_ns.pop((what, number), None)

@@ -81,9 +81,11 @@ def upgrade() -> None:
     )
     op.create_table(
         "transfers",
-        sa.Column("transfer", sa.Text(), primary_key=True),
-        sa.Column("rank", sa.Integer()),
-        sa.Column("op", sa.Text()),
+        sa.Column("first_seq", sa.Integer(), primary_key=True, autoincrement=False),
+        sa.Column("transfer", sa.Text(), nullable=False),
+        sa.Column("rank", sa.Integer(), nullable=False),
+        sa.Column("op", sa.Text(), nullable=False),
+        sa.Column("peer", sa.Text()),
         sa.Column("request", sa.Text()),
         sa.Column("job", sa.Integer()),
         sa.Column("load", sa.Integer()),
@@ -98,7 +100,6 @@ def upgrade() -> None:
         sa.Column("code", sa.Text()),
         sa.Column("exception", sa.Text()),
         sqlite_strict=True,
-        sqlite_with_rowid=False,
     )
     op.create_index("events_by_kind", "events", ["kind", "seq"])
     op.create_index(
@@ -111,6 +112,7 @@ def upgrade() -> None:
     op.create_index("requests_by_request", "requests", ["request", "generation"])
     op.create_index("jobs_by_request", "jobs", ["request", "generation"])
     op.create_index("loads_by_request", "loads", ["request", "generation"])
+    op.create_index("transfers_by_transfer", "transfers", ["transfer"])
     op.create_index("transfers_by_job", "transfers", ["job"])
     op.create_index("transfers_by_load", "transfers", ["load"])
 
