@@ -231,7 +231,7 @@ def test_beyond_the_bound_on_jobs_a_save_is_skipped_recorded_once_and_pins_nothi
 def test_a_skipped_range_is_saved_by_a_later_job_of_the_same_request(make: Make) -> None:
     plain = make({"max_inflight_store_jobs": 1}, num_blocks=200)
     plain.add("a", prompt(4))
-    long = [3 + n % 300 for n in range(1010)]
+    long = [7 + n % 300 for n in range(1010)]  # shares no prefix with "a"
     plain.add("b", long)
     plain.step([done(0)])  # "a" whole, and a first part of "b", whose save is skipped
     assert [event.request for event in plain.of(ev.JobSkipped)] == ["b"]
