@@ -91,6 +91,8 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         self._block_sizes = tuple(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
         settings = books.settings
         self._max_cycles = settings.load_max_cycles or (1 << 62)
+        self._tries: dict[str, int] = {}
+        """How often a request was looked up, with a hit, since its last load failed."""
         self._max_jobs = settings.max_inflight_store_jobs or (1 << 62)
         self._max_pinned_blocks = int(settings.max_pinned_fraction * (num_blocks - 1))
 
@@ -129,6 +131,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         name = self._name(request.request_id)
         record = self._book.requests.get(name)
         generation = request.num_preemptions + 1
+        self._tries.pop(request.request_id, None)
         self.client.discard(request.request_id)  # or a lookup under way would answer whoever takes the id next
         if self._book.jobs:
             self._note_released(name, generation, enumerate(block_ids))
@@ -162,10 +165,9 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         hit_tokens = answer[0]
         record = self._book.requests.get(self._name(request.request_id))
         if record is not None and record.failed_loads and hit_tokens:
-            failures = record.failed_loads.get(num_computed_tokens + hit_tokens, 0)
-            if failures >= self._max_cycles:
-                self._suppress_hit(request, record, num_computed_tokens, hit_tokens, failures)
-                return 0, False
+            instead = self._instead_of_a_hit(request, record, num_computed_tokens, hit_tokens)
+            if instead is not None:
+                return instead
         if (
             record is not None
             and hit_tokens is not None
@@ -180,6 +182,28 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 local_tokens=num_computed_tokens,
             )
         return answer
+
+    def _instead_of_a_hit(
+        self, request: Request, record: RequestRecord, local_tokens: int, hit_tokens: int
+    ) -> tuple[int | None, bool] | None:
+        """Return what to answer a request whose loads have failed, None to answer its hit.
+
+        After a failed load vLLM leaves the request among those that hold blocks, at whose head it stops all others when
+        it does not fit; and it sets aside the room of the failed load beside that of the next, so that the next may
+        never fit. Both end only if the request leaves that place and, in the worst case, computes. So the first answer
+        is "not known yet", which makes vLLM put it back among those that hold nothing, and a hit that found no room is
+        not given again.
+        """
+        tries = self._tries.get(request.request_id, 0)
+        self._tries[request.request_id] = tries + 1
+        if tries == 0:
+            self.load_specs.pop(request.request_id, None)
+            return None, False
+        failures = record.failed_loads.get(local_tokens + hit_tokens, 0)
+        if failures >= self._max_cycles or tries > 1:
+            self._suppress_hit(request, record, local_tokens, hit_tokens, failures)
+            return 0, False
+        return None
 
     def _suppress_hit(
         self, request: Request, record: RequestRecord, local_tokens: int, hit_tokens: int, failures: int
@@ -205,6 +229,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         spec = self.load_specs.get(request.request_id)
         if num_external_tokens <= 0 or spec is None or not spec.can_load:
             return
+        self._tries.pop(request.request_id, None)
         table = self._unfinished_requests[request.request_id][1]
         targets = [
             (group, _without_null(ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]))
@@ -465,11 +490,40 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         if isinstance(metadata, LedgerWorkerMetadata):
             for report in metadata.jobs:
                 self._rank_completed(report)
+            loading = {request_id: self._load_of(request_id) for request_id in metadata.answered}
             for report in metadata.loads:
                 self._rank_loaded(report)
-        if connector_output.finished_recving and self._book.loads:
-            for request_id in sorted(connector_output.finished_recving):
-                self._finished_recving(self._name(request_id))
+            if loading:
+                self._pass_on(connector_output, loading)
+
+    def _load_of(self, request_id: str) -> int:
+        return self._book.loading.get(self._name(request_id), -1)
+
+    def _pass_on(self, connector_output: KVConnectorOutput, loading: dict[str, int]) -> None:
+        """Let vLLM count exactly those of our loads as finished that have settled in the books.
+
+        vLLM counts answers and not ranks: when a rank answers twice, it would use or give away blocks that another rank
+        still writes into, and end the engine over a request that does not wait. Under vLLM's MultiConnector the output
+        holds other connectors' requests too; those are none of ours.
+
+        Args:
+            connector_output: what vLLM is about to act on.
+            loading: the requests that ranks have answered for in this step, and their loads that were open before it.
+        """
+        finished = connector_output.finished_recving
+        if finished is None:
+            connector_output.finished_recving = finished = set[str]()
+        for request_id, load in loading.items():
+            booked = self._book.loads.get(load)
+            if booked is not None and not booked.waiting and request_id in finished:
+                self._settle_load(load)  # no rank was asked to report it, because the book had refused something
+            settled = load >= 0 and load not in self._book.loads
+            if settled:
+                finished.add(request_id)
+            elif request_id in finished:
+                finished.discard(request_id)
+                why = "no load of the request is open" if load < 0 else "vLLM counts it as finished, a rank has not answered"
+                self.books.record(ev.ReportIgnored, what="load", why=why, load=load, request=self._name(request_id))
 
     def _rank_completed(self, report: JobReport) -> None:
         if self.books.record(ev.RankCompleted, **report._asdict()) is None:
@@ -504,12 +558,6 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             self.books.record(ev.LoadFailed, **failure)
         if not load.waiting:
             self._settle_load(report.load)
-
-    def _finished_recving(self, name: str) -> None:
-        """vLLM counts the load as finished on all ranks. Normally the reports have settled it already."""
-        load = self._book.loading.get(name)
-        if load is not None:
-            self._settle_load(load)
 
     def _settle_load(self, number: int) -> None:
         load = self._book.loads[number]

@@ -53,6 +53,7 @@ class Reports:
         self._lock = threading.Lock()
         self._jobs: list[JobReport] = []
         self._loads: list[LoadReport] = []
+        self._answered: list[str] = []
 
     def add_job(self, report: JobReport) -> None:
         """Add a job's report."""
@@ -64,14 +65,19 @@ class Reports:
         with self._lock:
             self._loads.append(report)
 
+    def add_answered(self, requests: set[str]) -> None:
+        """Add the requests whose loads vLLM is told of as finished on this rank, in this step."""
+        self._answered.extend(sorted(requests))
+
     def take(self) -> LedgerWorkerMetadata | None:
         """Return the reports since the last call, None if there are none."""
         with self._lock:
-            if not self._jobs and not self._loads:
+            if not self._jobs and not self._loads and not self._answered:
                 return None
             jobs, self._jobs = self._jobs, []
             loads, self._loads = self._loads, []
-        return LedgerWorkerMetadata(jobs=jobs, loads=loads)
+            answered, self._answered = self._answered, []
+        return LedgerWorkerMetadata(jobs=jobs, loads=loads, answered=answered)
 
 
 class LedgerSendingThread(KVCacheStoreSendingThread):
@@ -212,7 +218,10 @@ class LedgerStoreWorker(MooncakeStoreWorker):
     ) -> KVConnectorTransferResults:
         """Return what upstream does; loads of requests that have ended are not tried again."""
         self.retries.cancel(finished_req_ids)
-        return super().get_transfer_results(finished_req_ids, meta)
+        results = super().get_transfer_results(finished_req_ids, meta)
+        if results.finished_recving:
+            self._reports.add_answered(results.finished_recving)
+        return results
 
     def get_kv_connector_stats(self) -> LedgerStoreStats | None:
         """Return the statistics since the last call, None if there are none."""

@@ -44,10 +44,15 @@ class LoadReport(NamedTuple):
 
 @dataclass
 class LedgerWorkerMetadata(MooncakeStoreWorkerMetadata):
-    """The reports of one or more ranks for one step, in the order in which they were made."""
+    """The reports of one or more ranks for one step, in the order in which they were made.
+
+    Attributes:
+        answered: the requests whose loads these ranks count as finished in vLLM's own output of the step.
+    """
 
     jobs: list[JobReport] = field(default_factory=list[JobReport])
     loads: list[LoadReport] = field(default_factory=list[LoadReport])
+    answered: list[str] = field(default_factory=list[str])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LedgerWorkerMetadata":
         """Add the reports of another rank to these, and return these.
@@ -59,6 +64,7 @@ class LedgerWorkerMetadata(MooncakeStoreWorkerMetadata):
             raise TypeError(f"a rank reports {type(other).__name__}; do all ranks run the same kvledger?")
         self.jobs.extend(other.jobs)
         self.loads.extend(other.loads)
+        self.answered.extend(other.answered)
         return self
 
 
