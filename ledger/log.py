@@ -74,6 +74,10 @@ class Log:
         """How many events wait for the writer."""
         return len(self._queue)
 
+    def mono_ns(self) -> int:
+        """Return what the clock shows that events are stamped with as `mono_ns`."""
+        return self._mono_ns()
+
     def append(self, kind: type[E], **fields: Any) -> E:
         """Append a scheduler event, apply it, and return it.
 
