@@ -115,7 +115,7 @@ class Books:
         """
         self.next_watch_step = self.log.step + WATCH_INTERVAL_STEPS
         self.log.checkpoint()
-        now_mono_ns = time.monotonic_ns()
+        now_mono_ns = self.log.mono_ns()
         overdue_ns = now_mono_ns - self._stall_suspect_ns
         for number, job in self.state.book.jobs.items():
             if job.since_mono_ns > overdue_ns:
