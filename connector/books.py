@@ -139,6 +139,23 @@ class Books:
                     waited_ns=now_mono_ns - load.since_mono_ns,
                     missing=to_ranges(load.waiting),
                 )
+        self._watch_transfers(now_mono_ns)
+
+    def _watch_transfers(self, now_mono_ns: int) -> None:
+        overdue_ns = now_mono_ns - self._stall_suspect_ns
+        book = self.state.book
+        for name, send in book.sends.items():
+            # Until it is ready a send holds nothing, and is as old as its prefill.
+            if send.phase != "registered" and send.since_mono_ns <= overdue_ns and not send.suspected:
+                self._suspect(name, send.transfer, now_mono_ns - send.since_mono_ns, send.waiting)
+        for name, recv in book.recvs.items():
+            if recv.since_mono_ns <= overdue_ns and not recv.suspected:
+                self._suspect(name, recv.transfer, now_mono_ns - recv.since_mono_ns, recv.missing_ranks())
+
+    def _suspect(self, name: str, transfer: str, waited_ns: int, missing: tuple[int, ...]) -> None:
+        self.record(
+            ev.StallSuspected, transfer=transfer, request=name, waited_ns=waited_ns, missing=to_ranges(missing)
+        )
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

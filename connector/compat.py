@@ -47,6 +47,41 @@ STORE: dict[str, tuple[str, ...]] = {
 }
 """Members that the store connector extends or calls, by module."""
 
+PD: dict[str, tuple[str, ...]] = {
+    f"{_V1}.base": ("KVConnectorRole", "KVConnectorTransferResults", "KVConnectorWorkerMetadata"),
+    f"{_V1}.mooncake.mooncake_connector": (
+        "MooncakeConnector.get_block_ids_with_load_errors",
+        "MooncakeConnector.get_transfer_results",
+        "MooncakeConnector.request_finished_all_groups",
+        "MooncakeConnectorMetadata",
+        "MooncakeConnectorScheduler.build_connector_meta",
+        "MooncakeConnectorScheduler.on_new_request",
+        "MooncakeConnectorScheduler.request_finished",
+        "MooncakeConnectorScheduler.update_state_after_alloc",
+        "MooncakeConnectorWorker._build_transfer_params",
+        "MooncakeConnectorWorker._connect_to_prefiller_bootstrap",
+        "MooncakeConnectorWorker._handle_failed_recv",
+        "MooncakeConnectorWorker._mooncake_sender_listener",
+        "MooncakeConnectorWorker._send_blocks",
+        "MooncakeConnectorWorker._start_load_kv",
+        "MooncakeConnectorWorker.fetch_finished_sending_reqs",
+        "MooncakeConnectorWorker.get_transfer_results",
+        "MooncakeConnectorWorker.handle_new_engine_id",
+        "MooncakeConnectorWorker.process_pulling_result",
+        "MooncakeConnectorWorker.receive_kv",
+        "MooncakeConnectorWorker.receive_kv_from_single_worker",
+        "MooncakeConnectorWorker.record_send_reqs",
+        "MooncakeConnectorWorker.send_kv_to_decode",
+        "MooncakeConnectorWorker.shutdown",
+        "MooncakeConnectorWorker.start_load_kv",
+        "MooncakeXferMetadata",
+        "MooncakeXferResponseStatus.FINISH",
+        "PullReqMeta",
+        "SendBlockMeta",
+    ),
+}
+"""Members that the P/D connector extends or calls, by module."""
+
 
 def missing(members: dict[str, tuple[str, ...]]) -> list[str]:
     """Return those of `members` that the vLLM in use lacks, as `module:name`."""

@@ -1,7 +1,7 @@
 """What a failed P/D transfer is called: from exceptions, from what a prefill worker answers, and from what it left out.
 
-A prefill worker of vLLM says why it failed in a line of English and no number. The lines that vLLM 0.32 and 0.33 write are
-listed here; a line that is not has no meaning to us, and stays as it is beside `UNKNOWN`. Pure functions.
+A prefill worker of vLLM says why it failed in a line of English and no number. The lines that vLLM 0.32 and 0.33
+write are listed here; a line that is not has no meaning to us, and stays as it is beside `UNKNOWN`. Pure functions.
 """
 
 from connector.pd_reports import Failure
@@ -27,7 +27,9 @@ PEER_LINES: tuple[tuple[str, KVCacheErrorCode, Stage], ...] = (
 OMITTED = Failure(_C.PEER_OMITTED, "the peer finished without a result for this request", Stage.SEND)
 NOT_REGISTERED = Failure(_C.PEER_NOT_READY, "the bootstrap server does not know this engine", Stage.REGISTRATION)
 NO_PEERS = Failure(_C.PEER_NOT_READY, "the prefill engine has no worker for this rank", Stage.REGISTRATION)
-GONE = Failure(_C.PEER_UNREACHABLE, "nobody listens at the peer's address any more", Stage.RECV, "ConnectionRefusedError")
+GONE = Failure(
+    _C.PEER_UNREACHABLE, "nobody listens at the peer's address any more", Stage.RECV, "ConnectionRefusedError"
+)
 BROKEN = Failure(_C.PEER_UNREACHABLE, "the connection to the peer broke", Stage.RECV)
 NO_CONNECTION = Failure(_C.PEER_UNREACHABLE, "no connection to the peer came about", Stage.RECV)
 OVERDUE = Failure(_C.LOAD_TIMEOUT, "no result until the deadline", Stage.WATCHDOG)
@@ -44,10 +46,24 @@ def of_exception(error: BaseException, stage: Stage) -> Failure:
     return Failure(code, translated.raw, stage, type(error).__name__)
 
 
-def of_line(line: str | None) -> Failure:
-    """Return what to call a failure of which a prefill worker says `line`."""
+def of_line(line: str | None, *, private: bool = False) -> Failure:
+    """Return what to call a failure of which a prefill worker says `line`.
+
+    Args:
+        line: what the peer says, if it says anything.
+        private: keep no line that is not one of vLLM's known ones: it may hold the id of a request.
+    """
     said = " ".join((line or "").split())[:RAW_LENGTH]
+    # One line is for all requests that failed together, whichever of its reasons is whose.
+    meanings = {_meaning(part) for part in said.split("; ")}
+    code, stage = meanings.pop() if len(meanings) == 1 else (_C.UNKNOWN, Stage.SEND)
+    if private and code is _C.UNKNOWN:
+        said = f"an unknown line of {len(said)} characters" if said else ""
+    return Failure(code, said or "the peer gave no reason", stage)
+
+
+def _meaning(said: str) -> tuple[KVCacheErrorCode, Stage]:
     for beginning, code, stage in PEER_LINES:
         if said.startswith(beginning):
-            return Failure(code, said, stage)
-    return Failure(_C.UNKNOWN, said or "the peer gave no reason", Stage.SEND)
+            return code, stage
+    return _C.UNKNOWN, Stage.SEND

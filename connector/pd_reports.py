@@ -1,19 +1,19 @@
 """What the workers of the P/D connector tell the scheduler, and how long things may take.
 
-The reports travel with vLLM's own worker metadata, which adds them up over the ranks of a step. Each has the fields of the
-event that the scheduler's books make of it, with vLLM's own request id. This file knows vLLM's metadata class and settings,
-and nothing of how either side uses them.
+The reports travel with vLLM's own worker metadata, which adds them up over the ranks of a step. Each has the fields
+of the event that the scheduler's books make of it, with vLLM's own request id. This file knows vLLM's metadata class
+and settings, and nothing of how either side uses them.
 """
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import vllm.envs as envs
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 
 class Failure(NamedTuple):
-    """Why something failed: stable code, what was translated to it, stage, and the type of the exception if there was one."""
+    """Why something failed: stable code, what was translated to it, stage, and the exception type if one was raised."""
 
     code: str
     raw: str
@@ -21,7 +21,8 @@ class Failure(NamedTuple):
     exception: str = ""
 
     def __str__(self) -> str:
-        return f"{self.code} at {self.stage} ({', '.join(part for part in (self.exception, self.raw) if part)})"
+        raw = self.raw if self.exception in self.raw else f"{self.exception}: {self.raw}"
+        return f"{self.code} at {self.stage} ({raw})"
 
 
 NO_FAILURE = Failure("", "", "")
@@ -135,3 +136,13 @@ def answer_timeout_s() -> float:
 def hold_timeout_s() -> float:
     """Return how long a prefill's workers hold blocks for a decode engine that does not ask, in seconds."""
     return float(envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)
+
+
+def attach_step(metadata: object, step: int) -> None:
+    """Let upstream's connector metadata carry the engine step to the workers. It is pickled with its attributes."""
+    metadata.kvledger_step = step  # type: ignore[attr-defined]
+
+
+def attached_step(metadata: object) -> int:
+    """Return the engine step that `metadata` carries, 0 if it carries none."""
+    return int(getattr(metadata, "kvledger_step", 0))

@@ -1,7 +1,7 @@
-"""What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, and who got blocks that open work names.
+"""What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, and given blocks that are named.
 
-A scheduler half passes vLLM's hooks on to `RequestObserver`, which records what is new in them. It may know vLLM's requests
-and scheduler output; it knows nothing of jobs and transfers but that the state names their blocks.
+A scheduler half passes vLLM's hooks on to `RequestObserver`, which records what is new in them. It may know vLLM's
+requests and scheduler output; it knows nothing of jobs and transfers but that the state names their blocks.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,0 +1,524 @@
+"""The decode side of a worker: asks a prefill's workers as upstream does, and settles every pull, come what may.
+
+    hook (upstream calls it)         when                                     what it adds
+    -------------------------------  ---------------------------------------  ----------------------------------------
+    _start_load_kv                   a step has transfers to ask for          opens each pull
+    handle_new_engine_id             the prefill's workers are not known yet  one search for each bootstrap address, and
+                                                                              an end for whatever raises
+    _connect_to_prefiller_bootstrap  the bootstrap server is asked            keeps why it failed
+    receive_kv                       the workers are known                    names the peers: PeersReport
+    receive_kv_from_single_worker    a peer is asked                          watches the socket; settles what the peer
+                                                                              leaves out
+    process_pulling_result           a peer answers                           settles, for that peer: PeerReport
+    _handle_failed_recv              upstream knows that something failed     settles, for that peer: PeerReport
+
+A pull is one request's transfer on this rank. Each peer of a pull settles once; the pull is over when all have, and
+only then is vLLM told that the request has received. The first failure fails the pull for good, whatever other peers
+say.
+
+When may a peer write no more? When it has answered; when its process is gone, which shows in that nobody listens at
+its address any more; or when the time is over that it gives itself, and the transfer engine after it. A connection
+that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when it is
+ready.
+
+All of this runs on upstream's receiver loop; only the desk is shared with the worker's thread. This file may know
+vLLM's worker, ZeroMQ and asyncio.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Collection, Generator
+from contextvars import ContextVar
+from types import CoroutineType
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from huggingface_hub.utils import httpx  # upstream's own choice of client
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorWorker,
+    MooncakeXferResponse,
+    MooncakeXferResponseStatus,
+    PullReqMeta,
+)
+from vllm.utils.network_utils import split_zmq_path
+from zmq.utils.monitor import recv_monitor_message
+
+from connector import pd_failures as failures
+from connector.books import hashed
+from connector.pd_desk import Desk, Evidence
+from connector.pd_reports import (
+    NO_FAILURE,
+    Failure,
+    LateReport,
+    LostReport,
+    PeerReport,
+    PeersReport,
+    answer_timeout_s,
+    bootstrap_timeout_s,
+)
+from connector.requests import without_null
+from ledger import events as ev
+from ledger.codes import Stage
+
+logger = logging.getLogger("kvledger")
+
+HEARTBEAT_INTERVAL_MS = 5_000
+"""A peer whose host has vanished says nothing, not even goodbye; ZeroMQ asks it this often, outside of Python."""
+
+HEARTBEAT_TIMEOUT_MS = 20_000
+
+ANSWER_GRACE_S = 0.2
+"""A peer may answer and end: an answer that came before the connection broke is taken first."""
+
+PROBE_INTERVAL_S = 1.0
+"""How often a peer whose answer is lost is looked for: as long as it is there, it may still write."""
+
+PROBE_TIMEOUT_S = 2.0
+
+MAX_BOOTSTRAP_ERRORS = 64
+"""Addresses of which the last error is kept: they come from clients, so there may be any number of wrong ones."""
+
+
+class Pull:
+    """One request's transfer on this rank.
+
+    Attributes:
+        peers: those that may still write; None until they are known.
+        failed: something has failed, for good.
+    """
+
+    def __init__(self, meta: PullReqMeta) -> None:
+        self.request = meta.d_req_id
+        self.transfer = meta.transfer_id
+        self.blocks = meta.local_block_ids
+        self.peers: set[str] | None = None
+        self.failed = False
+        self.started_ns = time.monotonic_ns()
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether a request waits for it. One without blocks only asks the prefill to free its own."""
+        return any(self.blocks)
+
+
+class Asking:
+    """One peer that is asked for one or more pulls, over one socket."""
+
+    def __init__(self, engine: str, name: str, address: str, pulls: dict[str, Pull]) -> None:
+        self.engine = engine
+        self.name = name
+        self.address = address
+        self.pulls = pulls
+        self.status: int | None = None
+        """The status of the peer's last answer."""
+        self.connected = False
+        self.task: asyncio.Task[Any] | None = None
+        self.watch: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def open_pulls(self) -> list[Pull]:
+        """Return the pulls that this peer has not settled."""
+        return [pull for pull in self.pulls.values() if pull.peers and self.name in pull.peers]
+
+
+_ASKING: ContextVar[Asking | None] = ContextVar("kvledger_asking", default=None)
+"""Whom the running task asks. Upstream's functions do not pass it on, and run in the task that does."""
+
+
+class _ReplyDecoder:
+    """Upstream's decoder of answers, which also notes the status for the peer that is being asked."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+
+    def decode(self, message: bytes) -> MooncakeXferResponse:
+        response: MooncakeXferResponse = self._decoder.decode(message)
+        asking = _ASKING.get()
+        if asking is not None:
+            asking.status = response.status
+        return response
+
+
+class _WatchedContext(zmq.asyncio.Context):
+    """A ZeroMQ context that hands each socket to a peer to the worker that asks, before it connects."""
+
+    worker: "PullingWorker | None" = None
+
+    def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Return a new socket, as the base class does."""
+        made: Any = super().socket(socket_type, *args, **kwargs)
+        asking = _ASKING.get()
+        if asking is not None and socket_type == zmq.DEALER and self.worker is not None:
+            self.worker.watch_socket(asking, made)
+        return made
+
+
+class PullingWorker(MooncakeConnectorWorker):
+    """The decode side of `LedgerMooncakeWorker`."""
+
+    desk: Desk
+    evidence: Evidence
+    rank: int
+    private: bool
+    group_ids: tuple[int, ...]
+
+    def open_pulling(self) -> None:
+        """Begin to keep account of pulls. Called before the KV caches are registered, so before any socket is made."""
+        self._pulls: dict[str, Pull] = {}
+        self._askings: list[Asking] = []
+        self._bootstrap_errors: dict[str, Exception] = {}
+        self._running: set[asyncio.Task[Any]] = set()
+        self._monitor_numbers = itertools.count()
+        self._closing = False
+        unused = self.async_zmq_ctx
+        watched = _WatchedContext()
+        watched.worker = self
+        self.async_zmq_ctx = watched
+        unused.term()
+        self._xfer_resp_decoder: Any = _ReplyDecoder(self._xfer_resp_decoder)
+
+    def stop_pulling(self) -> None:
+        """End what is being asked, so that no socket is open when upstream closes its context."""
+        self._closing = True
+        if self.is_kv_producer or not self.receiver_loop.is_running():
+            return
+        ended = asyncio.run_coroutine_threadsafe(self._cancel_all(), self.receiver_loop)
+        with contextlib.suppress(TimeoutError):
+            ended.result(timeout=2.0)
+
+    async def _cancel_all(self) -> None:
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    # --- from the step to the peers ---------------------------------------------------------------------------------
+
+    async def _start_load_kv(self, reqs_to_recv: dict[str, dict[str, PullReqMeta]]) -> None:
+        for pull_metas in reqs_to_recv.values():
+            for meta in pull_metas.values():
+                self._open_pull(Pull(meta))
+        await super()._start_load_kv(reqs_to_recv)
+
+    def _open_pull(self, pull: Pull) -> None:
+        self._pulls[pull.request] = pull
+        pull.timer = self.receiver_loop.call_later(bootstrap_timeout_s(), self._search_overdue, pull)
+
+    async def handle_new_engine_id(self, remote_engine_id: str, pull_metas: dict[str, PullReqMeta]) -> None:
+        """Find the workers of a prefill engine and ask them. Upstream takes the first request's address for all."""
+        by_address: dict[str, dict[str, PullReqMeta]] = {}
+        for request_id, meta in pull_metas.items():
+            by_address.setdefault(meta.remote_bootstrap_addr, {})[request_id] = meta
+        await asyncio.gather(*(self._search(remote_engine_id, part) for part in by_address.values()))
+
+    async def _search(self, remote_engine_id: str, pull_metas: dict[str, PullReqMeta]) -> None:
+        with self._counted():
+            try:
+                await super().handle_new_engine_id(remote_engine_id, pull_metas)
+            except Exception as error:
+                logger.exception("kvledger: the search for prefill engine %s raised", remote_engine_id)
+                self._settle_unnamed(pull_metas, failures.of_exception(error, Stage.BOOTSTRAP))
+
+    async def _connect_to_prefiller_bootstrap(self, remote_bootstrap_addr: str) -> None:
+        """Ask a bootstrap server with upstream, which logs why it failed and keeps nothing; so ask it first here."""
+        self._bootstrap_errors.pop(remote_bootstrap_addr, None)
+        try:
+            async with httpx.AsyncClient(timeout=envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT) as client:
+                response = await client.get(remote_bootstrap_addr + "/query")
+                response.raise_for_status()
+                response.json()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is why the server cannot be used
+            self._bootstrap_errors[remote_bootstrap_addr] = error
+            while len(self._bootstrap_errors) > MAX_BOOTSTRAP_ERRORS:
+                del self._bootstrap_errors[next(iter(self._bootstrap_errors))]
+        await super()._connect_to_prefiller_bootstrap(remote_bootstrap_addr)
+
+    def receive_kv(self, remote_engine_id: str, pull_metas: dict[str, PullReqMeta]) -> None:
+        """Ask every worker of the prefill engine that holds KV for this rank, and say who they are."""
+        wanted = {request_id: meta for request_id, meta in pull_metas.items() if request_id in self._pulls}
+        if not wanted:
+            return
+        self._askings = []
+        try:
+            super().receive_kv(remote_engine_id, wanted)
+        except Exception as error:
+            # The engine has registered, but not all of its workers, or its shape does not fit this one's.
+            logger.exception("kvledger: the workers of prefill engine %s cannot be asked", remote_engine_id)
+            self._remote_agents.pop(remote_engine_id, None)
+            self._settle_unnamed(wanted, failures.of_exception(error, Stage.REGISTRATION))
+            return
+        askings, self._askings = self._askings, []
+        if not askings:
+            self._settle_unnamed(wanted, failures.NO_PEERS)
+            return
+        names = self._peer_names(remote_engine_id)
+        for asking in askings:
+            asking.engine = remote_engine_id
+            asking.name = names.get(asking.address, asking.address)
+        peers = tuple(asking.name for asking in askings)
+        for pull in askings[0].pulls.values():
+            self._name_peers(pull, peers)
+
+    def _peer_names(self, engine: str) -> dict[str, str]:
+        """Return the name of each worker of a prefill engine, by its address."""
+        stages = self._remote_agents[engine]
+        return {
+            address: f"tp{tp_rank} pp{pp_rank}"
+            for tp_rank, by_stage in stages.items()
+            for pp_rank, address in by_stage.items()
+        }
+
+    def _name_peers(self, pull: Pull, peers: tuple[str, ...]) -> None:
+        pull.peers = set(peers)
+        if pull.timer is not None:
+            pull.timer.cancel()
+        address = f"{self.hostname}:{self.rpc_port}"
+        self.desk.tell(PeersReport(pull.request, pull.transfer, self.rank, peers, address))
+        self.evidence.emit(
+            ev.TransferStarted,
+            transfer=pull.transfer,
+            op="pull",
+            request=self._name(pull),
+            blocks=without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else (),
+        )
+
+    def receive_kv_from_single_worker(
+        self, worker_addr: str, pull_metas: dict[str, PullReqMeta]
+    ) -> "CoroutineType[Any, Any, None]":
+        """Return the asking of one peer.
+
+        Not a coroutine function, so that `receive_kv` knows all peers before one is asked.
+        """
+        pulls = {request_id: self._pulls[request_id] for request_id in pull_metas}
+        asking = Asking("", worker_addr, worker_addr, pulls)
+        self._askings.append(asking)
+        return self._ask(asking, pull_metas)
+
+    async def _ask(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
+        _ASKING.set(asking)
+        with self._counted() as asking.task:
+            self._restart_timer(asking)
+            try:
+                # A copy: upstream 0.33 takes out what is settled, and other peers are asked for the same pulls.
+                await super().receive_kv_from_single_worker(asking.address, dict(pull_metas))
+            except Exception as error:
+                logger.exception("kvledger: asking %s of %s raised", asking.name, asking.engine)
+                self._settle_rest(asking, failures.of_exception(error, Stage.RECV))
+            finally:
+                if asking.timer is not None:
+                    asking.timer.cancel()
+                if asking.watch is not None:
+                    asking.watch.cancel()
+            if not self._closing:
+                self._settle_rest(asking, failures.OMITTED)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Generator[asyncio.Task[Any] | None]:
+        """Hold on to the running task: the event loop does not, and a task that nobody holds may vanish."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._running.add(task)
+        try:
+            yield task
+        finally:
+            if task is not None:
+                self._running.discard(task)
+
+    # --- what becomes of a pull -------------------------------------------------------------------------------------
+
+    def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
+        """Settle what a peer answers for. Takes the place of upstream's bookkeeping."""
+        asking = _ASKING.get()
+        if asking is None:
+            raise RuntimeError("an answer was processed that no peer was asked for")
+        before = len(asking.open_pulls())
+        failure = failures.of_line(response.err_msg, private=self.private)
+        for request_id in response.err_reqs or ():
+            self._answered(asking, request_id, failure)
+            pull_metas.pop(request_id, None)
+        for request_id in response.ok_reqs or ():
+            self._answered(asking, request_id, NO_FAILURE)
+            pull_metas.pop(request_id, None)
+        if len(asking.open_pulls()) < before:
+            self._restart_timer(asking)  # the prefill gives itself the same time again for what is left
+
+    def _answered(self, asking: Asking, request_id: str, failure: Failure) -> None:
+        pull = asking.pulls.get(request_id)
+        if pull is not None and pull.peers and asking.name in pull.peers:
+            self._settle(pull, asking.name, failure)
+            return
+        why = f"{asking.name} had settled before" if pull is not None else f"{asking.name} was not asked for it"
+        transfer = pull.transfer if pull is not None else ""
+        self.desk.tell(LateReport("recv", request_id, transfer, self.rank, why, str(failure.code)))
+
+    def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
+        """Settle what upstream knows to have failed. Takes the place of upstream's bookkeeping."""
+        asking = _ASKING.get()
+        if asking is None:
+            address = next((meta.remote_bootstrap_addr for meta in pull_metas.values()), "")
+            error = self._bootstrap_errors.get(address)
+            found = failures.of_exception(error, Stage.BOOTSTRAP) if error is not None else failures.NOT_REGISTERED
+            self._settle_unnamed({request_id: pull_metas[request_id] for request_id in req_ids}, found)
+            return
+        failure = self._why(asking, reason)
+        for request_id in list(req_ids):
+            pull = asking.pulls.get(request_id)
+            if pull is not None and pull.peers and asking.name in pull.peers:
+                self._settle(pull, asking.name, failure)
+
+    def _why(self, asking: Asking, reason: str) -> Failure:
+        """Return what to call a failure that upstream gives a line of prose for."""
+        raised = sys.exception()  # upstream calls from within its `except`
+        if raised is not None:
+            return failures.of_exception(raised, Stage.RECV)
+        if asking.status == MooncakeXferResponseStatus.FINISH:
+            return failures.OMITTED
+        return failures.of_line(reason, private=self.private)
+
+    def _settle_unnamed(self, pull_metas: dict[str, PullReqMeta], failure: Failure) -> None:
+        """Settle pulls whose peers are not known, so that nobody writes."""
+        for request_id in pull_metas:
+            pull = self._pulls.get(request_id)
+            if pull is not None and pull.peers is None:
+                pull.peers = {""}
+                self._settle(pull, "", failure)
+
+    def _settle_rest(self, asking: Asking, failure: Failure) -> None:
+        for pull in asking.open_pulls():
+            self._settle(pull, asking.name, failure)
+
+    def _settle(self, pull: Pull, peer: str, failure: Failure) -> None:
+        """Note that a peer writes no more. The last one ends the pull."""
+        if pull.peers is None:
+            raise RuntimeError(f"{peer} settles a pull whose peers are not known")
+        pull.peers.discard(peer)
+        self.desk.tell(PeerReport(pull.request, pull.transfer, self.rank, peer, failure))
+        if failure.code:
+            self._fail(pull, peer, failure)
+        if pull.peers:
+            return
+        if pull.timer is not None:
+            pull.timer.cancel()
+        if self._pulls.get(pull.request) is pull:
+            del self._pulls[pull.request]
+        self.evidence.emit(
+            ev.TransferFinished,
+            transfer=pull.transfer,
+            op="pull",
+            request=self._name(pull),
+            outcome="failed" if pull.failed else "ok",
+            duration_ns=time.monotonic_ns() - pull.started_ns,
+            code=str(failure.code),
+            raw=failure.raw,
+            exception=failure.exception,
+        )
+        if pull.waited_for:
+            (self.desk.finish_failed if pull.failed else self.desk.finish)(pull.request)
+
+    def _fail(self, pull: Pull, peer: str, failure: Failure) -> None:
+        """Fail a pull, once: count it, say it, and let vLLM know which blocks may not be trusted."""
+        if pull.failed:
+            return
+        pull.failed = True
+        self.xfer_stats.record_failed_recv()
+        who = f" from {peer}" if peer else ""
+        logger.error("kvledger: transfer %s of request %s failed%s: %s", pull.transfer, self._name(pull), who, failure)
+        if pull.waited_for and not self._is_hma_required:
+            # With several groups block numbers are ambiguous; there the request is named when the pull is over.
+            self.desk.invalidate(frozenset(block for group in pull.blocks for block in group))
+
+    def _name(self, pull: Pull) -> str:
+        return hashed(pull.request) if self.private else pull.request
+
+    # --- the watchdog -----------------------------------------------------------------------------------------------
+
+    def _search_overdue(self, pull: Pull) -> None:
+        if pull.peers is None:
+            pull.peers = {""}
+            self._settle(pull, "", failures.NEVER_ASKED)
+
+    def _restart_timer(self, asking: Asking) -> None:
+        if asking.timer is not None:
+            asking.timer.cancel()
+        asking.timer = self.receiver_loop.call_later(answer_timeout_s(), self._overdue, asking)
+
+    def _overdue(self, asking: Asking) -> None:
+        self._settle_rest(asking, failures.OVERDUE)
+        if asking.task is not None:
+            asking.task.cancel()
+
+    # --- the socket to a peer ---------------------------------------------------------------------------------------
+
+    def watch_socket(self, asking: Asking, socket: "zmq.asyncio.Socket") -> None:
+        """Watch a socket to a peer from before it connects. ZeroMQ itself only ever tries to connect again."""
+        if asking.watch is not None:
+            asking.watch.cancel()
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+        # ZeroMQ would name the monitor by the socket's file descriptor, which a socket that is closing still holds.
+        name = f"inproc://kvledger-monitor-{next(self._monitor_numbers)}"
+        monitor = socket.get_monitor_socket(events | zmq.Event.MONITOR_STOPPED, name)
+        asking.connected = False
+        asking.watch = self.receiver_loop.create_task(self._watch(asking, monitor))
+        self._running.add(asking.watch)
+        asking.watch.add_done_callback(self._running.discard)
+
+    async def _watch(self, asking: Asking, monitor: "zmq.asyncio.Socket") -> None:
+        try:
+            deadline = self.receiver_loop.time() + envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT
+            while True:
+                left = None if asking.connected else max(0.0, deadline - self.receiver_loop.time())
+                try:
+                    message = await asyncio.wait_for(recv_monitor_message(monitor), left)
+                except TimeoutError:
+                    return await self._without_answer(asking, failures.NO_CONNECTION)
+                if message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                    asking.connected = True
+                elif message["event"] == zmq.Event.MONITOR_STOPPED:
+                    return None
+                elif asking.connected or await self._is_gone(asking):
+                    await asyncio.sleep(ANSWER_GRACE_S)
+                    return await self._without_answer(asking, failures.BROKEN)
+        except zmq.ZMQError:
+            return None  # the worker ends
+        finally:
+            monitor.close(linger=0)
+
+    async def _without_answer(self, asking: Asking, failure: Failure) -> None:
+        """Fail the pulls of a peer that will not answer now, and settle them when it is certain that it is gone."""
+        while asking.open_pulls():
+            if await self._is_gone(asking):
+                # Its successor has other addresses, so the next transfer must ask the bootstrap server again.
+                self._remote_agents.pop(asking.engine, None)
+                self._settle_rest(asking, failures.GONE)
+                if asking.task is not None:
+                    asking.task.cancel()
+                return
+            for pull in asking.open_pulls():
+                if not pull.failed:
+                    self.desk.tell(LostReport(pull.request, pull.transfer, self.rank, asking.name, failure))
+                    self._fail(pull, asking.name, failure)
+            await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def _is_gone(self, asking: Asking) -> bool:
+        """Return whether nobody listens at a peer's address: its host answers, and refuses, twice in a row."""
+        _, host, port = split_zmq_path(asking.address)
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    _, writer = await asyncio.open_connection(host, int(port))
+            except ConnectionRefusedError:
+                await asyncio.sleep(ANSWER_GRACE_S / 2)
+            except OSError:  # unreachable or silent: it may be there and not be seen
+                return False
+            else:
+                writer.close()
+                return False
+        return True

@@ -1,0 +1,215 @@
+"""The prefill side of a worker: pushes blocks as upstream does, and says of every send how it ended on this rank.
+
+    hook (upstream calls it)     when                                       what it adds
+    ---------------------------  -----------------------------------------  -----------------------------------------
+    _mooncake_sender_listener    the worker starts                          nothing; it can be ended
+    record_send_reqs             requests run, are ready, or are withdrawn  remembers which request is which send
+    send_kv_to_decode            a decode worker asks                       drops what nobody will ever prefill
+    _build_transfer_params       blocks of ready requests are to be pushed  PushReport; undoes upstream's count when
+                                                                            this raises
+    _send_blocks                 the transfer engine is called              transfer_started, transfer_finished
+    fetch_finished_sending_reqs  every step                                 SentReport, with the last failure
+
+A push that fails leaves the blocks held: the decode may ask again, until the send expires. The books see what is
+held, for how long, and how often it was tried. All of this runs on upstream's sender loop, but for `_send_blocks`,
+which runs on its threads. This file may know vLLM's worker.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorMetadata,
+    MooncakeConnectorWorker,
+    MooncakeXferMetadata,
+    SendBlockMeta,
+    TransferRegion,
+)
+
+from connector import pd_failures as failures
+from connector.books import hashed
+from connector.pd_desk import Desk, Evidence
+from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport
+from connector.requests import without_null
+from ledger import events as ev
+from ledger.codes import KVCacheErrorCode, Stage
+
+logger = logging.getLogger("kvledger")
+
+RAISED = -1
+"""What upstream is told of a call to the transfer engine that raised: it answers the decode for codes only."""
+
+
+class Push:
+    """A send on this rank: whose it is, how often it was pushed, and why the last push failed."""
+
+    def __init__(self, request: str, transfer: str) -> None:
+        self.request = request
+        self.transfer = transfer
+        self.count = 0
+        self.failure = NO_FAILURE
+
+
+class _Batch(list[int]):
+    """Source addresses of one call to the transfer engine, with the sends that they are of."""
+
+    sends: list[tuple[Push, SendBlockMeta]]
+    peer: str
+
+
+class PushingWorker(MooncakeConnectorWorker):
+    """The prefill side of `LedgerMooncakeWorker`."""
+
+    desk: Desk
+    evidence: Evidence
+    rank: int
+    private: bool
+    group_ids: tuple[int, ...]
+
+    def open_pushing(self) -> None:
+        """Begin to keep account of sends."""
+        self._pushes: dict[str, Push] = {}
+        self._asked: Counter[str] = Counter()
+        self._listener: asyncio.Task[Any] | None = None
+
+    def stop_pushing(self) -> None:
+        """End the listener, so that no socket is open when upstream closes its context, which waits for all of them."""
+        if self.is_kv_consumer or self._listener is None or not self.sender_loop.is_running():
+            return
+        ended = asyncio.run_coroutine_threadsafe(self._cancel_listener(self._listener), self.sender_loop)
+        with contextlib.suppress(TimeoutError):
+            ended.result(timeout=2.0)
+
+    async def _cancel_listener(self, listener: asyncio.Task[Any]) -> None:
+        listener.cancel()
+        await asyncio.gather(listener, return_exceptions=True)
+
+    async def _mooncake_sender_listener(self, ready_event: threading.Event) -> None:
+        self._listener = asyncio.current_task()
+        await super()._mooncake_sender_listener(ready_event)
+
+    async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
+        """Note which request each send is of, then let upstream note it."""
+        for request_id, (transfer, block_ids) in metadata.reqs_to_send.items():
+            self._pushes.setdefault(transfer, Push(request_id, transfer))
+            if block_ids and transfer not in self.reqs_need_send:
+                # Upstream would raise here, and the step's other sends would be lost with this one.
+                self.reqs_need_send[transfer] = SendBlockMeta(request_id, transfer, [], asyncio.Event())
+        metadata.reqs_not_processed = {
+            transfer for transfer in metadata.reqs_not_processed if transfer in self.reqs_need_send
+        }
+        for transfer in metadata.reqs_not_processed:
+            self._pushes.pop(transfer, None)
+        await super().record_send_reqs(metadata)
+
+    async def send_kv_to_decode(self, identity: bytes, sock: Any, meta: MooncakeXferMetadata) -> None:
+        """Serve a decode worker with upstream."""
+        transfers = [transfer for transfer, _ in meta.req_blocks.values()]
+        self._asked.update(transfers)
+        try:
+            await super().send_kv_to_decode(identity, sock, meta)
+        finally:
+            self._asked.subtract(transfers)
+            for transfer in transfers:
+                self._forget_unknown(transfer)
+
+    def _forget_unknown(self, transfer: str) -> None:
+        """Drop what upstream keeps of a transfer that nobody here prefills, once nobody waits for it any more."""
+        if self._asked[transfer] > 0:
+            return
+        del self._asked[transfer]
+        if transfer not in self._pushes:
+            self.reqs_need_send.pop(transfer, None)
+
+    async def _build_transfer_params(
+        self,
+        ready_reqs: list[tuple[str, SendBlockMeta]],
+        agent_meta: MooncakeXferMetadata,
+        local_regions: list[TransferRegion],
+        remote_regions: list[TransferRegion],
+    ) -> tuple[list[int], list[int], list[int], list[str], str | None]:
+        peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"
+        address = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
+        sends: dict[str, tuple[Push, SendBlockMeta]] = {}
+        for d_req_id, send_meta in ready_reqs:
+            push = self._pushes.get(send_meta.transfer_id)
+            if push is not None and any(agent_meta.req_blocks[d_req_id][1]):
+                push.count += 1
+                sends[d_req_id] = push, send_meta
+                self.desk.tell(PushReport(push.request, push.transfer, self.rank, peer, address))
+        try:
+            src_ptrs, dst_ptrs, lengths, err_reqs, err_msg = await super()._build_transfer_params(
+                ready_reqs, agent_meta, local_regions, remote_regions
+            )
+        except Exception as error:
+            for _, send_meta in ready_reqs:
+                send_meta.sending -= 1  # upstream counted it up, and a count that stays up never expires
+            self._failed(list(sends.values()), failures.of_exception(error, Stage.SEND))
+            raise
+        for request_id in err_reqs:
+            if request_id in sends:
+                self._failed([sends.pop(request_id)], failures.of_line(err_msg, private=self.private))
+        batch = _Batch(src_ptrs)
+        batch.sends = list(sends.values())
+        batch.peer = peer
+        return batch, dst_ptrs, lengths, err_reqs, err_msg
+
+    def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
+        sends = src_ptrs.sends if isinstance(src_ptrs, _Batch) else []
+        peer = src_ptrs.peer if isinstance(src_ptrs, _Batch) else ""
+        # One call moves the blocks of several sends; how many bytes are whose, it does not say.
+        total_bytes = sum(lengths) if len(sends) == 1 else 0
+        for push, send_meta in sends:
+            blocks = without_null(zip(self.group_ids, send_meta.local_block_ids, strict=True))
+            self._emit(ev.TransferStarted, push, peer, blocks=blocks, bytes=total_bytes)
+        started_ns = time.monotonic_ns()
+        outcome, failure = "ok", NO_FAILURE
+        try:
+            result = super()._send_blocks(remote_session, src_ptrs, dst_ptrs, lengths)
+        except Exception as error:
+            logger.exception("kvledger: the transfer engine raised while pushing to %s", peer)
+            result, outcome, failure = RAISED, "raised", failures.of_exception(error, Stage.SEND)
+        else:
+            if result != 0:
+                outcome, failure = "failed", Failure(KVCacheErrorCode.TRANSFER_FAILED, str(result), Stage.SEND)
+        duration_ns = time.monotonic_ns() - started_ns
+        for push, _ in sends:
+            self._emit(
+                ev.TransferFinished,
+                push,
+                peer,
+                outcome=outcome,
+                bytes=total_bytes if outcome == "ok" else 0,
+                duration_ns=duration_ns,
+                code=str(failure.code),
+                raw=failure.raw,
+                exception=failure.exception,
+            )
+        if failure.code:
+            self._failed(sends, failure)
+        return result
+
+    def _emit(self, kind: type[ev.TransferStarted | ev.TransferFinished], push: Push, peer: str, **fields: Any) -> None:
+        name = hashed(push.request) if self.private else push.request
+        self.evidence.emit(kind, transfer=push.transfer, op="push", request=name, peer=peer, **fields)
+
+    def _failed(self, sends: list[tuple[Push, SendBlockMeta]], failure: Failure) -> None:
+        for push, _ in sends:
+            push.failure = failure
+
+    async def fetch_finished_sending_reqs(self) -> set[str]:
+        """Return what upstream counts as over on this rank, and report how each send ended."""
+        waiting = {meta.p_req_id for meta in self.reqs_need_send.values() if meta.p_req_id}
+        finished = await super().fetch_finished_sending_reqs()
+        if finished:
+            over = [push for push in self._pushes.values() if push.request in finished]
+            for push in over:
+                del self._pushes[push.transfer]
+                outcome = "expired" if push.request in waiting else "sent" if push.count else "released"
+                self.desk.tell(SentReport(push.request, push.transfer, self.rank, outcome, push.count, push.failure))
+        return finished

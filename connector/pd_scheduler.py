@@ -1,0 +1,385 @@
+"""The scheduler half of the P/D connector: plans with upstream, keeps the books itself.
+
+Each hook decides which events happen and records them; what vLLM is told about blocks follows from what was recorded.
+All that is known of sends and recvs stands in `books.state`; there is no second copy here.
+
+    hook (vLLM calls it)      side  when                                events it records
+    ------------------------  ----  ----------------------------------  ---------------------------------------------
+    on_new_request            both  a request enters the waiting queue  request_queued
+    update_state_after_alloc  P     a request to be sent got blocks     request_preempted, send_registered,
+                                                                        report_ignored
+    build_connector_meta      both  the end of every schedule()         request_preempted, request_scheduled,
+                                                                        request_resumed, blocks_allocated,
+                                                                        checkpoint, stall_suspected
+                              D     ... with transfers to ask for       recv_registered, report_ignored
+    request_finished          both  a request ended or was aborted      request_finished | request_aborted,
+                                                                        blocks_released
+                              P     ... and its blocks are to be sent   send_ready, or send_settled (withdrawn)
+                              D     ... because its transfer failed     recv_recovered (failed)
+    update_connector_output   P     the workers' reports of a step      send_started, rank_sent, send_settled,
+                                                                        send_expired, report_ignored
+                              D     the workers' reports of a step      peers_named, peer_settled, recv_failed,
+                                                                        recv_recovered, recv_settled,
+                                                                        report_ignored
+    has_pending_push_work     both  may the engine stop stepping?       none
+
+vLLM frees a request's blocks when it is told that the request has finished sending or receiving, once; told twice, or
+of a request that it does not know, it ends. So what it is told is taken from the books: a request is taken out of the
+workers' results when the books do not have it open, or still hold its blocks for another transfer.
+
+This file may know vLLM's scheduler-side classes. It does no I/O and starts no thread.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorScheduler,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from connector.books import Books
+from connector.pd_reports import (
+    NO_FAILURE,
+    Failure,
+    LateReport,
+    LostReport,
+    PDWorkerMetadata,
+    PeerReport,
+    PeersReport,
+    PushReport,
+    Report,
+    SentReport,
+    answer_timeout_s,
+    attach_step,
+    bootstrap_timeout_s,
+    hold_timeout_s,
+)
+from connector.requests import GroupIds, RequestObserver, generation_of, without_null
+from ledger import events as ev
+from ledger.blocks import Blocks, to_ranges
+from ledger.transfers import Recv, Send
+
+logger = logging.getLogger("kvledger")
+
+T = TypeVar("T", Send, Recv)
+
+OfTransfer: TypeAlias = PeersReport | LostReport | PeerReport | PushReport | SentReport
+"""A report of a transfer that should be open."""
+
+RECV_PARAMS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+"""What `kv_transfer_params` must hold for a remote prefill."""
+
+
+class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
+    """Upstream's scheduler half with its books kept. Made by `adopt`, then given them by `open`."""
+
+    books: Books
+
+    def open(self, books: Books) -> None:
+        """Begin to keep `books`."""
+        self.books = books
+        self._book = books.state.book
+        self._name = books.name
+        self._ranks = to_ranges(range(self.vllm_config.parallel_config.world_size))
+        self._groups: tuple[int, ...] = tuple(self.kv_cache_config.transfer_group_ids)
+        """The KV-cache group of each group that is transferred."""
+        sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
+        self._requests = RequestObserver(books, sizes)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Record that a request waits. What it asks of this engine and cannot have is taken out of it."""
+        self._correct(request)
+        super().on_new_request(request)
+        self._requests.queued(request)
+
+    def _correct(self, request: Request) -> None:
+        """Turn off what a client or router asks for by mistake.
+
+        Upstream ends the engine for a request that was sent to the wrong side, and lets one wait for ever whose
+        transfer is not named in full. Without its transfer the request is computed here, as any other.
+        """
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_prefill"):
+            missing = [key for key in RECV_PARAMS if not params.get(key)]
+            if self.is_kv_producer or missing:
+                params["do_remote_prefill"] = False
+                why = f"it lacks {', '.join(missing)}" if missing else "this engine only prefills"
+                logger.warning("kvledger: request %s asks for a remote prefill, but %s", request.request_id, why)
+        if params.get("do_remote_decode") and (self.is_kv_consumer or not params.get("transfer_id")):
+            params["do_remote_decode"] = False
+            why = "this engine only decodes" if self.is_kv_consumer else "it lacks transfer_id"
+            logger.warning("kvledger: request %s asks for a remote decode, but %s", request.request_id, why)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Register the send of a request that was given blocks to be prefilled."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._requests.seen(request)
+        if request.request_id in self._reqs_need_send and not self._register_send(request):
+            del self._reqs_need_send[request.request_id]
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return what the workers shall do after this step, with every transfer in it booked."""
+        log = self.books.log
+        log.step += 1
+        if log.step >= self.books.next_watch_step:
+            self.books.watch()
+        self._requests.step(scheduler_output)
+        for request_id, (request, groups) in list(self._reqs_need_recv.items()):
+            if not self._register_recv(request, self._by_group(groups)):
+                del self._reqs_need_recv[request_id]
+        metadata = super().build_connector_meta(scheduler_output)
+        attach_step(metadata, log.step)
+        return metadata
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Record that a request ended; see vLLM's base class for what is returned."""
+        name = self._name(request.request_id)
+        self._requests.ended(request)
+        delays, params = super().request_finished(request, block_ids)
+        delays = self._end_send(request, delays)
+        recv = self._book.recvs.get(name)
+        if recv is None and not delays:
+            self._requests.released(request, enumerate(block_ids))
+        if recv is not None and recv.failed and not recv.recovered and recv.blocks:
+            # vLLM ends a request with an error when its load failed and the policy is `fail`.
+            failed = request.status.name == "FINISHED_ERROR"
+            self._recovered(name, recv, "failed" if failed else "gone")
+        return delays, params
+
+    # --- sends: this engine is the prefill --------------------------------------------------------------------------
+
+    def _register_send(self, request: Request) -> bool:
+        """Register the send of a request. Return False if there can be none: another request has the transfer."""
+        name, transfer = self._name(request.request_id), _transfer_of(request)
+        send = self._book.sends.get(name)
+        if send is not None:
+            return send.transfer == transfer  # it runs again after a preemption
+        if any(other.transfer == transfer for other in self._book.sends.values()):
+            why = "another request is being sent as this transfer; this one's blocks are not kept"
+            self.books.record(ev.ReportIgnored, what="send", why=why, transfer=transfer, request=name)
+            return False
+        registered = self.books.record(
+            ev.SendRegistered, transfer=transfer, request=name, generation=generation_of(request), ranks=self._ranks
+        )
+        return registered is not None
+
+    def _end_send(self, request: Request, delays: bool) -> bool:
+        """Book that a request to be sent has ended. Return whether vLLM is to keep its blocks."""
+        name = self._name(request.request_id)
+        if delays and self._register_send(request):
+            planned = self._reqs_need_send[request.request_id][1]
+            ready = self.books.record(
+                ev.SendReady,
+                transfer=_transfer_of(request),
+                request=name,
+                generation=generation_of(request),
+                blocks=self._by_group(planned),
+                timeout_ns=int(hold_timeout_s() * 1e9),
+            )
+            if ready is not None:
+                return True
+        unknown = self._reqs_need_send.pop(request.request_id, None) is not None
+        send = self._book.sends.get(name)
+        if send is None or unknown:
+            # Upstream would tell the workers to drop a transfer that they never heard of, or that is another request's.
+            self._reqs_not_processed.discard(_transfer_of(request))
+        if send is None:
+            return False
+        if send.phase == "registered":
+            self.books.record(ev.SendSettled, transfer=send.transfer, request=name, outcome="withdrawn")
+        return False
+
+    def _push_started(self, report: PushReport) -> None:
+        if self._open(self._book.sends, report, "send") is not None:
+            self.books.record(ev.SendStarted, **self._named(report))
+
+    def _rank_sent(self, report: SentReport) -> None:
+        if self._open(self._book.sends, report, "send") is not None:
+            self.books.record(ev.RankSent, **self._named(report))
+
+    def _finished_sending(self, request_id: str) -> bool:
+        """Book that vLLM counts a send as finished on all ranks. Return whether it may free the blocks."""
+        name = self._name(request_id)
+        send = self._book.sends.get(name)
+        if send is None:
+            self._ignore("send", "vLLM was told before that this request has been sent", request=name)
+            return False
+        about = {"transfer": send.transfer, "request": name}
+        expired = [rank for rank, outcome in sorted(send.outcomes.items()) if outcome == "expired"]
+        if expired:
+            over = self.books.record(ev.SendExpired, **about, expired_ranks=to_ranges(expired))
+        else:
+            outcome = "sent" if "sent" in send.outcomes.values() else "released"
+            over = self.books.record(ev.SendSettled, **about, outcome=outcome)
+        return over is not None and not self._still_received(name)
+
+    def _still_received(self, name: str) -> bool:
+        recv = self._book.recvs.get(name)
+        return recv is not None and bool(recv.blocks)
+
+    # --- recvs: this engine is the decode ---------------------------------------------------------------------------
+
+    def _register_recv(self, request: Request, blocks: Blocks) -> bool:
+        """Register a transfer that the workers will ask for. Return False if it cannot be told from an open one."""
+        name, params = self._name(request.request_id), request.kv_transfer_params or {}
+        transfer = _transfer_of(request)
+        if name in self._book.recvs:
+            why = "this request has a transfer open already; the prefill's blocks stay held until they expire there"
+            self._ignore("recv", why, transfer=transfer, request=name)
+            return False
+        prefill = str(params.get("remote_engine_id", ""))
+        known = self._book.prefills.get(prefill, {})
+        registered = self.books.record(
+            ev.RecvRegistered,
+            transfer=transfer,
+            request=name,
+            generation=generation_of(request),
+            blocks=blocks,
+            ranks=self._ranks,
+            prefill=prefill,
+            bootstrap=str(params.get("remote_bootstrap_addr", "")),
+            peers=tuple(sorted({peer for peers in known.values() for peer in peers})),
+            timeout_ns=int((bootstrap_timeout_s() + answer_timeout_s()) * 1e9),
+        )
+        return registered is not None
+
+    def _peers_named(self, report: PeersReport) -> None:
+        recv = self._open(self._book.recvs, report, "recv")
+        if recv is not None:
+            self.books.record(ev.PeersNamed, **self._named(report))
+
+    def _peer_lost(self, report: LostReport) -> None:
+        recv = self._open(self._book.recvs, report, "recv")
+        if recv is not None and not recv.failed:
+            self._recv_failed(recv, report)
+
+    def _peer_settled(self, report: PeerReport) -> None:
+        recv = self._open(self._book.recvs, report, "recv")
+        if recv is None:
+            return
+        name = self._name(report.request)
+        code = report.failure.code
+        known = (report.rank, report.peer) in recv.waiting or (not report.peer and report.rank in recv.unnamed)
+        if not known and any((rank, peer) == (report.rank, report.peer) for rank, peer, _ in recv.outcomes):
+            why = f"{report.peer or 'the search for peers'} had settled for this rank before"
+            self._ignore("recv", why, transfer=report.transfer, request=name, rank=report.rank, code=str(code))
+            return
+        outcome = "failed" if code else "ok"
+        self.books.record(ev.PeerSettled, **self._named(report), outcome=outcome)
+        if code and not recv.failed:
+            self._recv_failed(recv, report)
+        if not recv.blocks and not recv.unnamed and not recv.waiting:
+            # Nobody waits for this one, so vLLM never asks for it and is never told.
+            self._settle_recv(name, recv)
+
+    def _recv_failed(self, recv: Recv, report: LostReport | PeerReport) -> None:
+        self.books.record(ev.RecvFailed, **self._named(report), blocks=recv.blocks)
+        name = self._name(report.request)
+        if recv.blocks and name not in self._book.requests:
+            self._recovered(name, recv, "gone")
+
+    def _finished_recving(self, request_id: str) -> bool:
+        """Book that vLLM counts a recv as finished on all ranks. Return whether it may use or free the blocks."""
+        name = self._name(request_id)
+        recv = self._book.recvs.get(name)
+        if recv is None:
+            self._ignore("recv", "vLLM was told before that this request has received", request=name)
+            return False
+        if recv.failed and not recv.recovered:
+            self._recovered(name, recv, "recomputed" if name in self._book.requests else "gone")
+        settled = self._settle_recv(name, recv)
+        send = self._book.sends.get(name)
+        # A request that has ended and is still being sent keeps its blocks until that is over, too.
+        return settled and not (send is not None and send.phase != "registered")
+
+    def _settle_recv(self, name: str, recv: Recv) -> bool:
+        outcome = "failed" if recv.failed else "loaded" if recv.blocks else "released"
+        return self.books.record(ev.RecvSettled, transfer=recv.transfer, request=name, outcome=outcome) is not None
+
+    def _recovered(self, name: str, recv: Recv, action: str) -> None:
+        self.books.record(
+            ev.RecvRecovered, transfer=recv.transfer, request=name, generation=recv.generation, action=action
+        )
+
+    # --- what the workers report ------------------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Book the reports of a step, and leave in vLLM's results what the books agree with."""
+        metadata = connector_output.kv_connector_worker_meta
+        if not isinstance(metadata, PDWorkerMetadata):
+            return
+        for report in metadata.reports:
+            self._take(report)
+        # Under vLLM's MultiConnector the results hold other connectors' requests too; those are none of ours.
+        recved = metadata.recved.intersection(connector_output.finished_recving or ())
+        sent = metadata.sent.intersection(connector_output.finished_sending or ())
+        withheld = {request_id for request_id in sorted(recved) if not self._finished_recving(request_id)}
+        if withheld:
+            connector_output.finished_recving = set(connector_output.finished_recving or ()) - withheld
+        withheld = {request_id for request_id in sorted(sent) if not self._finished_sending(request_id)}
+        if withheld:
+            connector_output.finished_sending = set(connector_output.finished_sending or ()) - withheld
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case PeersReport():
+                self._peers_named(report)
+            case PeerReport():
+                self._peer_settled(report)
+            case LostReport():
+                self._peer_lost(report)
+            case PushReport():
+                self._push_started(report)
+            case SentReport():
+                self._rank_sent(report)
+            case LateReport():
+                fields = self._named(report)
+                self._ignore(fields.pop("what"), fields.pop("why"), **fields)
+
+    def _open(self, opened: Mapping[str, T], report: OfTransfer, what: str) -> T | None:
+        """Return the open transfer that a report is of; None, and a record of it, if it is over."""
+        name = self._name(report.request)
+        found = opened.get(name)
+        if found is not None and found.transfer == report.transfer:
+            return found
+        failure: Failure = getattr(report, "failure", NO_FAILURE)
+        why = "the transfer was over before"
+        self._ignore(what, why, transfer=report.transfer, request=name, rank=report.rank, code=str(failure.code))
+        return None
+
+    def _ignore(self, what: str, why: str, **about: Any) -> None:
+        self.books.record(ev.ReportIgnored, what=what, why=why, **about)
+
+    def _named(self, report: Report) -> dict[str, Any]:
+        """Return a report's fields as those of its event: the request by its name, a failure by its parts."""
+        fields = report._asdict()
+        fields["request"] = self._name(report.request)
+        failure = fields.pop("failure", None)
+        if failure is not None:
+            fields.update({part: str(value) for part, value in failure._asdict().items()})
+        return fields
+
+    def _by_group(self, groups: Sequence[list[int]]) -> Blocks:
+        named: Iterable[GroupIds] = zip(self._groups, groups, strict=True) if groups else ()
+        return without_null(named)
+
+    def has_pending_push_work(self) -> bool:
+        """Return True while a transfer is open: its reports need engine steps."""
+        book = self._book
+        return any(not opened.quarantined for opened in (*book.sends.values(), *book.recvs.values()))
+
+
+def _transfer_of(request: Request) -> str:
+    return str((request.kv_transfer_params or {}).get("transfer_id", ""))

@@ -1,0 +1,98 @@
+"""The worker half of the P/D connector: both sides of upstream's worker, and what vLLM asks of it in every step.
+
+    hook (vLLM calls it)                when             what it adds
+    ----------------------------------  ---------------  ---------------------------------------------------------
+    start_load_kv                       every step       the step that evidence is stamped with
+    get_finished, get_transfer_results  every step       what pulls and sends have come to, from the desk
+    get_block_ids_with_load_errors      every step       the blocks that may not be trusted, from the desk
+    build_connector_worker_meta         every step       the reports of this rank
+    shutdown                            the worker ends  ends the pulls and the listener, sends what evidence is left
+
+The decode side is in `pd_pulling`, the prefill side in `pd_pushing`. Neither keeps books: a rank knows what it is
+doing now, and reports what came of it.
+"""
+
+import asyncio
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorMetadata,
+    MooncakeConnectorWorker,
+)
+
+from connector.evidence import EvidenceSender, evidence_address
+from connector.pd_desk import Desk, Evidence
+from connector.pd_pulling import PullingWorker
+from connector.pd_pushing import PushingWorker
+from connector.pd_reports import PDWorkerMetadata, attached_step
+from ledger.settings import Settings
+
+
+class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker):
+    """Upstream's worker half, which settles everything and reports with ranks. Made by `adopt`, then given `open`."""
+
+    def open(self, vllm_config: VllmConfig, connector: str, settings: Settings) -> None:
+        """Begin to report and record. Called before the KV caches are registered."""
+        self.rank = vllm_config.parallel_config.rank
+        self.private = settings.hash_request_ids
+        self.group_ids = tuple(self.kv_cache_config.transfer_group_ids)
+        self.desk = Desk()
+        sender: EvidenceSender | None = None
+        if settings.evidence:
+            address = evidence_address(vllm_config, connector, settings)
+            sender = EvidenceSender(address, f"rank {self.rank}", settings.evidence_queue_events)
+        self.evidence = Evidence(self.rank, sender)
+        self._told_recved: set[str] = set()
+        self._told_sent: set[str] = set()
+        self._ended = False
+        self.open_pulling()
+        self.open_pushing()
+
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
+        """Begin what the step asks for, with upstream."""
+        self.evidence.begin_step(attached_step(metadata))
+        super().start_load_kv(metadata)
+
+    def get_finished(self) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests that have finished sending and receiving on this rank since the last call."""
+        results = self.get_transfer_results()
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Return what has finished on this rank since the last call, failed receives among it."""
+        sent: set[str] = set()
+        if not self.is_kv_consumer:
+            sent = asyncio.run_coroutine_threadsafe(self.fetch_finished_sending_reqs(), self.sender_loop).result()
+        received, failed = self.desk.take_finished()
+        self._told_sent |= sent
+        self._told_recved |= received | failed
+        return KVConnectorTransferResults(
+            finished_sending=sent,
+            finished_recving=received | failed,
+            # With one group vLLM is told the blocks; with several, where their numbers are ambiguous, the requests.
+            failed_recving=failed if self._is_hma_required else set(),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that may not be trusted, since the last call."""
+        return self.desk.take_invalid()
+
+    def build_connector_worker_meta(self) -> PDWorkerMetadata | None:
+        """Return this rank's reports since the last step, None if there are none."""
+        reports = self.desk.take_reports()
+        recved, self._told_recved = self._told_recved, set()
+        sent, self._told_sent = self._told_sent, set()
+        if not reports and not recved and not sent:
+            return None
+        return PDWorkerMetadata(reports, recved, sent)
+
+    def shutdown(self) -> None:
+        """End what is open, with upstream's threads. A second call does nothing."""
+        if getattr(self, "_ended", True):
+            return
+        self._ended = True
+        self.stop_pulling()
+        self.stop_pushing()
+        super().shutdown()
+        self.evidence.close()
