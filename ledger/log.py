@@ -57,6 +57,7 @@ class Log:
         self._queue_limit_events = queue_limit_events
         self._interval_events = checkpoint_interval_events
         self._since_checkpoint = 0
+        self._checkpoint_mono_ns = mono_ns()
         self._next_seq = 1
         self._lock = threading.Lock()
         self._wall_ns = wall_ns
@@ -106,10 +107,15 @@ class Log:
                 self._report_losses()
             self._enqueue(msgspec.structs.replace(event, seq=self._next_seq))
 
-    def checkpoint(self) -> None:
-        """Append the digest of the state as it is now, if the scheduler has appended anything since the last one."""
+    def checkpoint(self, alive_interval_ns: int | None = None) -> None:
+        """Append the digest of the state as it is now, if there is anything new to say by it.
+
+        Args:
+            alive_interval_ns: after this time without a digest, one is appended although nothing has happened since.
+        """
         with self._lock:
-            if self._since_checkpoint:
+            silent = alive_interval_ns is not None and self._mono_ns() - self._checkpoint_mono_ns >= alive_interval_ns
+            if self._since_checkpoint or silent:
                 self._checkpoint()
 
     def snapshot(self) -> None:
@@ -145,7 +151,9 @@ class Log:
             self._drop(event)
 
     def _drop(self, event: ev.Event) -> None:
-        self._count_loss(event.source, "the writer could not keep up and the queue was full", 1, event.ts_ns, event.ts_ns)
+        self._count_loss(
+            event.source, "the writer could not keep up and the queue was full", 1, event.ts_ns, event.ts_ns
+        )
         if event.source == ev.SCHEDULER:
             self._must_snapshot = True
 
@@ -161,7 +169,14 @@ class Log:
         losses, self._losses = self._losses, {}
         for (origin, reason), (dropped, first_ts_ns, last_ts_ns) in losses.items():
             self._enqueue(
-                self._make(ev.Gap, origin=origin, dropped=dropped, reason=reason, first_ts_ns=first_ts_ns, last_ts_ns=last_ts_ns)
+                self._make(
+                    ev.Gap,
+                    origin=origin,
+                    dropped=dropped,
+                    reason=reason,
+                    first_ts_ns=first_ts_ns,
+                    last_ts_ns=last_ts_ns,
+                )
             )
         if self._must_snapshot:
             self._must_snapshot = False
@@ -169,6 +184,7 @@ class Log:
 
     def _checkpoint(self, **fields: Any) -> None:
         self._since_checkpoint = 0
+        self._checkpoint_mono_ns = self._mono_ns()
         state = self.state
         self._enqueue(
             self._make(

@@ -52,7 +52,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "max_pinned_fraction",
-        0.9,
+        0.75,
         "Part of the GPU blocks that store jobs may pin; beyond it a save is skipped and recorded.",
         minimum=0.0,
         maximum=1.0,
@@ -164,25 +164,27 @@ SETTINGS: tuple[Setting, ...] = (
 )
 """All settings, in the order of the reference page."""
 
-UPSTREAM_KEYS: frozenset[str] = frozenset({
-    "bootstrap_server_address",
-    "cache_prefix",
-    "custom_mem_pool",
-    "device_name",
-    "enable_cross_layers_blocks",
-    "enable_group_semantics",
-    "enable_lookup",
-    "enable_store_tp_lcm",
-    "load_async",
-    "lookup_async",
-    "lookup_rpc_port",
-    "mooncake_protocol",
-    "num_workers",
-    "prefill_tp_sizes",
-    "preferred_segment",
-    "save_decode_cache",
-    "store_tp_size",
-})
+UPSTREAM_KEYS: frozenset[str] = frozenset(
+    {
+        "bootstrap_server_address",
+        "cache_prefix",
+        "custom_mem_pool",
+        "device_name",
+        "enable_cross_layers_blocks",
+        "enable_group_semantics",
+        "enable_lookup",
+        "enable_store_tp_lcm",
+        "load_async",
+        "lookup_async",
+        "lookup_rpc_port",
+        "mooncake_protocol",
+        "num_workers",
+        "prefill_tp_sizes",
+        "preferred_segment",
+        "save_decode_cache",
+        "store_tp_size",
+    }
+)
 """Keys of `kv_connector_extra_config` that vLLM 0.32 and 0.33 read for their Mooncake connectors."""
 
 PASSTHROUGH = "passthrough_keys"
@@ -215,9 +217,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     def changed(self) -> dict[str, str]:
         """Return the settings that differ from their defaults, as text."""
-        return {
-            row.name: str(value) for row in SETTINGS if (value := getattr(self, row.name)) != row.default
-        }
+        return {row.name: str(value) for row in SETTINGS if (value := getattr(self, row.name)) != row.default}
 
     def digest(self) -> str:
         """Return the SHA-256 of all values, in hex."""
@@ -247,7 +247,9 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
                 values[key] = float(value) if isinstance(row.default, float) else value
         elif key not in UPSTREAM_KEYS and key != PASSTHROUGH and key not in passthrough:
             close = difflib.get_close_matches(key, [*rows, *UPSTREAM_KEYS], n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"if another component reads it, list it in '{PASSTHROUGH}'"
+            hint = (
+                f"did you mean '{close[0]}'?" if close else f"if another component reads it, list it in '{PASSTHROUGH}'"
+            )
             problems.append(f"unknown setting '{key}': {hint}")
     if problems:
         raise SettingsError("kv_connector_extra_config: " + "; ".join(problems))

@@ -134,6 +134,8 @@ def make_llm(folder: Path, connector: str | None = None, extra: dict[str, Any] |
     if connector is not None:
         transfer["kv_transfer_config"] = KVTransferConfig(
             kv_connector=connector,
+            kv_connector_module_path=overrides.pop("kv_connector_module_path", None),
+            engine_id=overrides.pop("engine_id", None),
             kv_role=overrides.pop("kv_role", "kv_both"),
             kv_load_failure_policy=overrides.pop("kv_load_failure_policy", "fail"),
             kv_connector_extra_config={"load_async": True, **(extra or {})},

@@ -149,18 +149,24 @@ def killed(folder: Path) -> dict[str, Any]:
 
 
 def engine_processes() -> list[int]:
-    """Return the ids of this process's engine and worker processes: what vLLM started, by their titles."""
-    found = []
+    """Return the ids of the engine and worker processes that vLLM started below this process, by their titles."""
+    children: dict[int, list[int]] = {}
+    titles: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-            title = entry.joinpath("cmdline").read_text()
+            titles[int(entry.name)] = entry.joinpath("cmdline").read_text()
         except OSError:
             continue
-        if parent == os.getpid() and "VLLM" in title:
-            found.append(int(entry.name))
+        children.setdefault(parent, []).append(int(entry.name))
+    below, found = [os.getpid()], []
+    while below:
+        for child in children.get(below.pop(), []):
+            below.append(child)
+            if "VLLM" in titles[child]:
+                found.append(child)
     return found
 
 
@@ -172,6 +178,7 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 def main() -> None:
     """Run the scenario that the command line names."""
     name, folder = sys.argv[1], Path(sys.argv[2])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what was started is ended
     cpu_environment(folder)
     result = SCENARIOS[name](folder)
     (folder / "result.json").write_text(json.dumps(result))
