@@ -40,6 +40,9 @@ E = TypeVar("E", bound=ev.Event)
 WATCH_INTERVAL_STEPS = 64
 """Steps between two looks at the oldest open work: often enough for a limit in seconds, and free in between."""
 
+ALIVE_INTERVAL_NS = 10_000_000_000
+"""Time after which an engine that steps and has nothing to record says so, by a digest: silence then means that it stopped."""
+
 CLOSE_TIMEOUT_S = 5.0
 """How long an engine's shutdown may wait for the disk."""
 
@@ -114,8 +117,8 @@ class Books:
         events would be hours apart.
         """
         self.next_watch_step = self.log.step + WATCH_INTERVAL_STEPS
-        self.log.checkpoint()
         now_mono_ns = self.log.mono_ns()
+        self.log.checkpoint(ALIVE_INTERVAL_NS)
         overdue_ns = now_mono_ns - self._stall_suspect_ns
         for number, job in self.state.book.jobs.items():
             if job.since_mono_ns > overdue_ns:
