@@ -7,6 +7,7 @@ prints nothing.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger.blocks import Blocks
+from ledger.join import Step, join
 from ledger.reader import LogFile, open_log
 from ledger.replay import Replay, Result, until
 from ledger.state import State
@@ -182,11 +184,13 @@ class Case(msgspec.Struct):
 
     Attributes:
         findings: index of the log and finding, earliest cause first.
+        transfers: the time line of each transfer that a finding names and that more than one log knows.
     """
 
     logs: list[LogResult]
     interest: Interest
     findings: list[tuple[int, Finding]]
+    transfers: dict[str, list[Step]] = {}
 
 
 Progress = Callable[[Path, int, int], None]
@@ -212,8 +216,35 @@ def replay_files(
     """
     wanted = interest or Interest()
     logs = [_replay_file(path, moment, wanted, progress) for path in paths]
-    found = [(index, finding) for index, log in enumerate(logs) for finding in log.result.findings]
-    return Case(logs, wanted, [each for each in found if wanted.concerns(each[1])])
+    joined = join(
+        [log.result for log in logs],
+        [path.name for path in paths],
+        [partial(_again, path, moment) for path in paths],
+    )
+    findings = [each for each in in_time(logs, joined.findings) if wanted.concerns(each[1])]
+    return Case(logs, wanted, findings, joined.transfers)
+
+
+def in_time(logs: Sequence[LogResult], findings: list[tuple[int, Finding]]) -> list[tuple[int, Finding]]:
+    """Return the findings of several logs in one order: each log keeps its own, and wall clocks place them.
+
+    A torn end comes last, as in one log.
+    """
+    if len(logs) < 2:
+        return findings
+    placed: list[tuple[bool, int, int, tuple[int, Finding]]] = []
+    latest: dict[int, int] = {}
+    for number, (index, finding) in enumerate(findings):
+        lead_seq = finding.lead_seq or finding.since_seq
+        ts_ns = next((event.ts_ns for event in finding.chain if event.seq == lead_seq), 0)
+        latest[index] = max(latest.get(index, 0), ts_ns)
+        placed.append((finding.kind == "torn_log", latest[index], number, (index, finding)))
+    return [each for _, _, _, each in sorted(placed, key=lambda place: place[:3])]
+
+
+def _again(path: Path, moment: Moment | None) -> Iterator[ev.AnyEvent]:
+    with open_log(path) as log:
+        yield from read(log, moment)
 
 
 def read(log: LogFile, moment: Moment | None) -> Iterator[ev.AnyEvent]:

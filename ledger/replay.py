@@ -150,7 +150,7 @@ class Replay:
             disagrees_after=result.mismatch.seq if result.mismatch else None,
         )
         found = [finding for verdict in self.verdicts for finding in verdict.findings(result.end)]
-        result.findings = sorted(found, key=_earliest_cause_first)
+        result.findings = earliest_cause_first(found)
         return result
 
     # --- the fold -----------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ def until(
 ) -> Iterator[ev.AnyEvent]:
     """Yield the events up to and with a place or a wall-clock time.
 
-    The scheduler's events are in the order of its clock. Evidence comes in a little late and by other clocks, so what is
-    later than the time is left out until the scheduler itself is past it.
+    The scheduler's events are in the order of its clock. Evidence comes in a little late and by other clocks, so what
+    is later than the time is left out until the scheduler itself is past it.
     """
     for event in events:
         if last_seq is not None and event.seq > last_seq:
@@ -237,11 +237,41 @@ def until(
             return
 
 
-SYMPTOMS = ("leak", "stall", "torn_log")
-"""Kinds that are what something else leads to, when both show at the same event. A torn end comes after everything: it
-says why a log stops, and never why something before it went wrong."""
+SYMPTOMS = ("leak", "stall")
+"""Kinds that are what something else leads to."""
+
+CAUSES = (
+    "broken_rule",
+    "double_free",
+    "early_free",
+    "missing_ranks",
+    "over_report",
+    "poison",
+    "stale_completion",
+    "unreported_failure",
+)
+"""Kinds that lead to a leak or a stall of the same job or request: its work had begun before, and went wrong by this."""
 
 
-def _earliest_cause_first(finding: Finding) -> tuple[bool, int, int, int]:
-    symptom = SYMPTOMS.index(finding.kind) + 1 if finding.kind in SYMPTOMS else 0
-    return finding.kind == "torn_log", finding.lead_seq or finding.since_seq, symptom, finding.since_seq
+def earliest_cause_first(findings: list[Finding]) -> list[Finding]:
+    """Return findings in the order of a report: by the first event that was not as it should be.
+
+    A leak or a stall comes after what led to it, and a torn end after everything: it says why a log stops, and never
+    why something before it went wrong.
+    """
+
+    def place(finding: Finding) -> tuple[bool, int, bool, int]:
+        lead_seq = finding.lead_seq or finding.since_seq
+        symptom = finding.kind in SYMPTOMS
+        if symptom:
+            causes = [each.lead_seq for each in findings if each.kind in CAUSES and _same_work(each, finding)]
+            lead_seq = max(lead_seq, min(causes, default=0))
+        return finding.kind == "torn_log", lead_seq, symptom, finding.since_seq
+
+    return sorted(findings, key=place)
+
+
+def _same_work(one: Finding, other: Finding) -> bool:
+    if one.jobs and other.jobs:
+        return not set(one.jobs).isdisjoint(other.jobs)
+    return not set(one.requests).isdisjoint(other.requests)

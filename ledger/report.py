@@ -13,6 +13,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import count, to_ranges
 from ledger.case import Case, LogResult
+from ledger.join import Step
 from ledger.replay import Result
 from ledger.state import State
 from ledger.story import Calls, Durations, Slow
@@ -49,6 +50,9 @@ def text(case: Case, *, check: bool = False) -> Iterator[str]:
         for number, (index, finding) in enumerate(case.findings, 1):
             yield ""
             yield from finding_section(number, finding, case.logs[index] if len(case.logs) > 1 else None)
+    for transfer, steps in case.transfers.items():
+        yield ""
+        yield from transfer_section(transfer, steps, case)
     for log in case.logs:
         name = f" of {log.path.name}" if len(case.logs) > 1 else ""
         if case.interest:
@@ -174,6 +178,20 @@ def finding_section(number: int, finding: Finding, log: LogResult | None) -> Ite
         yield "  Evidence"
         for event in finding.chain:
             yield from _event("  ", event)
+
+
+def transfer_section(transfer: str, steps: Sequence[Step], case: Case) -> Iterator[str]:
+    """Yield both sides of a transfer on one time axis."""
+    yield f"Transfer {transfer} in all logs"
+    if any(step.by_clock for step in steps):
+        yield from _wrap(
+            "  ",
+            "A line with ? is placed behind the one before it by the clocks of two hosts alone; nothing else orders "
+            "them.",
+        )
+    for step in steps:
+        mark = "?" if step.by_clock else " "
+        yield from _event(f"{mark} {step.log + 1} ", step.event)
 
 
 def open_section(result: Result, name: str) -> Iterator[str]:
@@ -356,6 +374,13 @@ def data(case: Case) -> dict[str, Any]:
                 for number, (_, finding) in enumerate(case.findings)
                 if finding.facts
             ],
+            "transfers": {
+                transfer: [
+                    {"log": step.log, "seq": step.event.seq, "by_clock": step.by_clock, "what": words.line(step.event)}
+                    for step in steps
+                ]
+                for transfer, steps in case.transfers.items()
+            },
             "logs": [
                 _log_data(log, [n for n, (i, _) in enumerate(case.findings) if i == index])
                 for index, log in enumerate(case.logs)

@@ -148,21 +148,24 @@ def _run(event: ev.RequestScheduled | ev.RequestResumed) -> str:
 
 
 def _started(event: ev.TransferStarted) -> str:
-    verb = "put" if event.op == "put" else "get"
-    keys = plural(len(event.keys), "key")
-    return (
-        f"{verb} {event.transfer} of {_work(event)} began: {keys}, {size(event.bytes)}, blocks {blocks(event.blocks)}"
-    )
+    what = [plural(len(event.keys), "key")] if event.keys else []
+    what += [size(event.bytes)] if event.bytes else []
+    what += [f"blocks {blocks(event.blocks)}"] if event.blocks else []
+    return f"{_call(event)} began{': ' if what else ''}{', '.join(what)}"
 
 
 def _finished(event: ev.TransferFinished) -> str:
     failed = f", {plural(event.failed_keys, 'key')} failed" if event.failed_keys else ""
-    codes = sorted({f"{each.code} (raw {each.raw})" for each in event.failures})
-    why = ", ".join([*codes, *([event.exception] if event.exception else [])])
-    return (
-        f"{event.op} {event.transfer} of {_work(event)} ended {event.outcome} after {span(event.duration_ns)}{failed}"
-        f"{': ' + why if why else ''}"
-    )
+    codes = sorted({failure(each.code, each.raw, "") for each in event.failures})
+    why = ", ".join([*codes, failure(event.code, event.raw, event.exception)]).strip(", ")
+    return f"{_call(event)} ended {event.outcome} after {span(event.duration_ns)}{failed}{': ' + why if why else ''}"
+
+
+def _call(event: ev.TransferStarted | ev.TransferFinished) -> str:
+    if event.job < 0 and event.load < 0:
+        peer = f" with {event.peer}" if event.peer else ""
+        return f"{event.op} of {event.transfer}{peer}"
+    return f"{event.op} {event.transfer} of {_work(event)}"
 
 
 _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
@@ -208,6 +211,32 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ),
     ev.LoadRecovered: lambda e: f"after load {e.load}, {request(e.request, e.generation)}: {e.action}",
     ev.ReportIgnored: lambda e: f"a late result of a {e.what} was ignored: {e.why}",
+    ev.SendRegistered: lambda e: (
+        f"{request(e.request, e.generation)} will be sent as {e.transfer}; ranks {ranges(e.ranks)} must report"
+    ),
+    ev.SendReady: lambda e: (
+        f"send {e.transfer} ready: blocks {blocks(e.blocks)} of {request(e.request, e.generation)} are held"
+        f"{f', for {span(e.timeout_ns)} at most' if e.timeout_ns else ''}"
+    ),
+    ev.SendStarted: lambda e: f"rank {e.rank} was asked for {e.transfer} by {e.peer} and begins to push",
+    ev.RankSent: lambda e: (
+        f"rank {e.rank} is done with send {e.transfer}: {e.outcome}, {plural(e.pushes, 'push', 'pushes')}{_because(e)}"
+    ),
+    ev.SendSettled: lambda e: f"send {e.transfer} of request {e.request} settled: {e.outcome}",
+    ev.SendExpired: lambda e: (
+        f"send {e.transfer} of request {e.request} expired: ranks {ranges(e.expired_ranks)} waited in vain"
+    ),
+    ev.RecvRegistered: lambda e: (
+        f"{request(e.request, e.generation)} waits for {e.transfer} from prefill engine {e.prefill or '(unknown)'}: "
+        f"blocks {blocks(e.blocks)}, ranks {ranges(e.ranks)}"
+    ),
+    ev.PeersNamed: lambda e: f"rank {e.rank} asks {', '.join(e.peers)} for {e.transfer}",
+    ev.PeerSettled: lambda e: (
+        f"{e.peer or 'the search for peers'} settled {e.transfer} for rank {e.rank}: {e.outcome}{_because(e)}"
+    ),
+    ev.RecvFailed: lambda e: f"recv {e.transfer} of request {e.request} failed on rank {e.rank}{_because(e)}",
+    ev.RecvSettled: lambda e: f"recv {e.transfer} of request {e.request} settled: {e.outcome}",
+    ev.RecvRecovered: lambda e: f"after recv {e.transfer}, {request(e.request, e.generation)}: {e.action}",
     ev.BlocksAllocated: lambda e: f"blocks {blocks(e.blocks)} were given to {request(e.request, e.generation)}",
     ev.BlocksReleased: lambda e: f"blocks {blocks(e.blocks)} were given up by {request(e.request, e.generation)}",
     ev.TransferStarted: _started,

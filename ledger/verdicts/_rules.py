@@ -116,8 +116,16 @@ class RuleVerdict(Verdict):
         job, load = getattr(event, "job", -1), getattr(event, "load", -1)
         trail = self.trail
         chain = trail.jobs.get(job) or trail.loads.get(load) or trail.transfer_chain(event) or []
-        opened = self.state.book.jobs.get(job) or self.state.book.loads.get(load)
-        blocks = opened.blocks if opened is not None else getattr(event, "blocks", ())
+        book, transfer = self.state.book, getattr(event, "transfer", "")
+        opened = book.jobs.get(job) or book.loads.get(load)
+        request = getattr(event, "request", "") or (opened.request if opened is not None else "")
+        moved = next((each for each in (book.sends.get(request), book.recvs.get(request)) if each is not None), None)
+        if opened is not None:
+            blocks = opened.blocks
+        elif moved is not None and transfer == moved.transfer:
+            blocks = moved.blocks
+        else:
+            blocks = getattr(event, "blocks", ())
         gap = next(
             (gap for gap in trail.gaps if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)), None
         )
@@ -126,11 +134,11 @@ class RuleVerdict(Verdict):
                 event=event,
                 rule=rule,
                 detail=detail,
-                request=getattr(event, "request", "") or (opened.request if opened is not None else ""),
+                request=request,
                 job=job,
                 load=load,
                 rank=getattr(event, "rank", -1),
-                transfer=getattr(event, "transfer", ""),
+                transfer=transfer,
                 blocks=listed(blocks),
                 began=chain[0].seq if chain else event.seq,
                 blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
@@ -168,5 +176,6 @@ class RuleVerdict(Verdict):
             advice=self.advice,
             lead_seq=first.event.seq,
             doubt=first.blind,
+            facts={"transfers": list(dict.fromkeys(broken.transfer for broken in group if broken.transfer))},
             chain=tuple({event.seq: event for event in shown}.values()),
         )

@@ -96,7 +96,10 @@ class EarlyFree(RuleVerdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the broken rules, and the loads whose blocks were given up under them."""
         yield from super().findings(end)
+        told = {broken.request for broken in self.broken}
         for each in self._released:
+            if each.request in told:
+                continue  # the rule was broken by settling it, and this is what came of it
             verb = "given up" if isinstance(each.event, ev.BlocksReleased) else f"given to request {each.event.request}"
             shown = [*each.chain, each.event]
             yield Finding(

@@ -54,4 +54,5 @@ class LateEvent(RuleVerdict):
                 advice=self.advice,
                 lead_seq=first.seq,
                 chain=tuple(late[:10]),
+                facts={"transfers": list(dict.fromkeys(event.transfer for event in late if event.transfer))},
             )

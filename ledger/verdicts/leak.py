@@ -96,6 +96,7 @@ class Leak(Verdict):
             lead_seq=min([event.seq for event in (failed or ended or violated)], default=first.since_seq),
             doubt=doubt,
             chain=tuple(evidence(first)),
+            facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
         )
 
     @staticmethod
@@ -151,9 +152,7 @@ class Leak(Verdict):
         elif asked:
             culprit = "some decode workers asked and others did not: see whether all ranks of the decode engine lived"
         else:
-            culprit = (
-                "the decode engine never asked: it rejected the request or lost its client, or the router dropped it"
-            )
+            culprit = "nobody asked for it: the decode engine rejected it, lost its client, or failed before asking"
         return Finding(
             kind="leak",
             certainty="proven",
@@ -173,8 +172,9 @@ class Leak(Verdict):
                 "did not "
                 "fetch them; let the router tell the prefill engine when it gives a request up."
             ),
-            lead_seq=ready.seq if ready is not None else event.seq,
+            lead_seq=event.seq,
             chain=(*first.chain, event),
+            facts={"transfers": [each.event.transfer for each in self._expired]},
         )
 
 

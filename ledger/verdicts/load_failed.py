@@ -3,8 +3,9 @@
 The engine dealt with them, by recomputing or by ending the request; they are told because every one of them cost time
 or a request, and because what they have in common names the cause:
 
-    load_failed             always the same ranks, and these have never loaded anything: the lookup does not ask for the
-                            keys of all ranks. Or any other code, e.g. LEASE_EXPIRED: the transfer outlasted the lease
+    load_failed             a transfer from a prefill engine; or always the same ranks, and these have never loaded
+                            anything: the lookup does not ask for the keys of all ranks. Or any other code, e.g.
+                            LEASE_EXPIRED: the transfer outlasted the lease
     evicted_before_load     the store had the key at the lookup and not at the load, longer than its lease later
     lost_store              this log saw the key stored, and the store lost it within its lease
 
@@ -43,6 +44,7 @@ class _Failed(msgspec.Struct, frozen=True):
         looked_up: the lookup that promised the hit.
         call: the last call of the first failed rank.
         put: the call that had stored a key that is gone, if this log has it.
+        keys: keys that failed.
     """
 
     load: int
@@ -55,6 +57,7 @@ class _Failed(msgspec.Struct, frozen=True):
     looked_up: ev.LookupAnswered | None
     call: ev.TransferFinished | None
     put: ev.TransferStarted | None
+    keys: tuple[str, ...]
 
 
 class LoadFailed(Verdict):
@@ -65,6 +68,7 @@ class LoadFailed(Verdict):
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self._failed: dict[str, list[_Failed]] = {}
+        self._recvs: dict[str, list[ev.RecvFailed]] = {}
         self._count: dict[str, int] = {}
         self._loaded_ranks: set[int] = set()
         self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
@@ -83,6 +87,14 @@ class LoadFailed(Verdict):
     def on_load_recovered(self, event: ev.LoadRecovered) -> None:
         """Count what became of the requests."""
         self._recovered[event.action] = self._recovered.get(event.action, 0) + 1
+
+    def on_recv_failed(self, event: ev.RecvFailed) -> None:
+        """Take a failed transfer from a prefill engine."""
+        code = event.code or "UNKNOWN"
+        self._count[f"recv {code}"] = self._count.get(f"recv {code}", 0) + 1
+        known = self._recvs.setdefault(code, [])
+        if len(known) < KEPT_LOADS:
+            known.append(event)
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Take a load that failed, with what is known of it now."""
@@ -103,6 +115,8 @@ class LoadFailed(Verdict):
         """Return one finding for each code."""
         for code, failed in self._failed.items():
             yield self._finding(code, failed)
+        for code, failures in self._recvs.items():
+            yield self._transfers(code, failures)
 
     def _take(
         self, event: ev.LoadSettled, chain: Chain, failures: list[ev.RankLoaded], answers: list[ev.RankLoaded]
@@ -124,6 +138,7 @@ class LoadFailed(Verdict):
             planned=planned,
             looked_up=next((each for each in reversed(life) if isinstance(each, ev.LookupAnswered)), None),
             call=call,
+            keys=tuple(failure.key for failure in call.failures) if call is not None else (),
             put=next((put for put in self._puts if not gone.isdisjoint(put.keys)), None) if gone else None,
         )
 
@@ -167,6 +182,7 @@ class LoadFailed(Verdict):
             advice=advice,
             lead_seq=first.call.seq if first.call is not None else first.failure.seq,
             doubt=doubt,
+            facts={"keys": list(dict.fromkeys(key for each in failed[:20] for key in each.keys))},
             chain=(*((first.put,) if first.put else ()), *(event for event in shown if event is not None)),
         )
 
@@ -178,6 +194,26 @@ class LoadFailed(Verdict):
             and set(first.ranks) < set(first.all_ranks)
             and all(each.ranks == first.ranks for each in failed)
             and self._loaded_ranks.isdisjoint(first.ranks)
+        )
+
+    def _transfers(self, code: str, failed: list[ev.RecvFailed]) -> Finding:
+        first = failed[0]
+        number = self._count[f"recv {code}"]
+        why = words.failure(code, first.raw, first.exception, first.stage)
+        return Finding(
+            kind="load_failed",
+            certainty="proven",
+            title=f"{words.plural(number, 'transfer')} from a prefill engine failed with {code}",
+            since_seq=first.seq,
+            requests=tuple(dict.fromkeys(each.request for each in failed)),
+            blocks=listed(tuple(part for each in failed for part in each.blocks)),
+            ranks=tuple(sorted({each.rank for each in failed})),
+            code=code,
+            culprit=f"rank {first.rank}{f', peer {first.peer}' if first.peer else ''}: {why}",
+            advice="Replay the prefill engine's log together with this one; see what this code means in docs/codes.md.",
+            lead_seq=first.seq,
+            chain=tuple(failed[:6]),
+            facts={"transfers": [each.transfer for each in failed]},
         )
 
     @staticmethod

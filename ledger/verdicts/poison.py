@@ -190,7 +190,8 @@ class Poison(Verdict):
         if isinstance(name, int):
             return (self.trail.jobs if what == "job" else self.trail.loads).get(name, [])
         transfers = (*self.trail.recvs.values(), *self.trail.sends.values())
-        return next((chain for chain in transfers if chain and getattr(chain[0], "transfer", "") == name), [])
+        found: Chain = []
+        return next((chain for chain in transfers if chain and getattr(chain[0], "transfer", "") == name), found)
 
     # --- who read and wrote -----------------------------------------------------------------------------------------
 

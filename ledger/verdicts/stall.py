@@ -74,6 +74,7 @@ class Stall(Verdict):
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
             chain=tuple(evidence(first)),
+            facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
         )
 
     @staticmethod

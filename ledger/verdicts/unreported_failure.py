@@ -115,6 +115,7 @@ class UnreportedFailure(RuleVerdict):
             lead_seq=first.seq,
             doubt=doubt,
             chain=(wait.chain[0], *failures[:6]),
+            facts={"transfers": [wait.transfer] if wait.transfer else []},
         )
 
 

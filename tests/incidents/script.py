@@ -262,6 +262,86 @@ class Script:
         for rank in range(self.ranks):
             self.answers(load, rank)
 
+    # --- P/D transfers ----------------------------------------------------------------------------------------------
+
+    def sends(self, transfer: str, request: str, *, generation: int = 1) -> None:
+        """Prefill side: a request runs that will be sent."""
+        self.send_registered(transfer=transfer, request=request, generation=generation, ranks=((0, self.ranks - 1),))
+
+    def holds(
+        self, transfer: str, request: str, *, blocks: Which, generation: int = 1, timeout_s: float = 480.0
+    ) -> None:
+        """Prefill side: the prompt is computed, and its blocks are held until they were sent."""
+        self.finishes(request, generation, reason="length_capped")
+        self.send_ready(
+            transfer=transfer,
+            request=request,
+            generation=generation,
+            blocks=_blocks(blocks),
+            timeout_ns=int(timeout_s * 1e9),
+        )
+
+    def pushes(
+        self, transfer: str, request: str, rank: int = 0, *, peer: str = "tp0 pp0", takes_s: float = 0.01
+    ) -> None:
+        """Prefill side: a decode worker asks, the rank pushes, and says so."""
+        blocks = self.state.book.sends[request].blocks
+        self.steps()
+        self.send_started(transfer=transfer, request=request, rank=rank, peer=peer)
+        about = {"transfer": transfer, "rank": rank, "op": "push", "request": request, "peer": peer}
+        with self.rank(rank):
+            self.transfer_started(**about, blocks=blocks)
+            self.passes(takes_s)
+            self.transfer_finished(**about, duration_ns=int(takes_s * 1e9))
+        self.steps()
+        self.rank_sent(transfer=transfer, request=request, rank=rank, pushes=1)
+
+    def receives(
+        self,
+        transfer: str,
+        request: str,
+        *,
+        blocks: Which,
+        peers: Sequence[str] = ("tp0 pp0",),
+        generation: int = 1,
+        timeout_s: float = 540.0,
+    ) -> None:
+        """Decode side: every rank asks the prefill's workers, and a request waits."""
+        self.recv_registered(
+            transfer=transfer,
+            request=request,
+            generation=generation,
+            blocks=_blocks(blocks),
+            ranks=((0, self.ranks - 1),),
+            prefill="prefill",
+            timeout_ns=int(timeout_s * 1e9),
+        )
+        for rank in range(self.ranks):
+            self.peers_named(transfer=transfer, request=request, rank=rank, peers=tuple(peers))
+            with self.rank(rank):
+                self.transfer_started(transfer=transfer, rank=rank, op="pull", request=request, blocks=_blocks(blocks))
+
+    def pull_ends(self, transfer: str, request: str, rank: int = 0, outcome: str = "ok", **why: str) -> None:
+        """Decode side: a rank's pull is over on the worker."""
+        with self.rank(rank):
+            self.transfer_finished(
+                transfer=transfer, rank=rank, op="pull", request=request, outcome=outcome, duration_ns=1_000_000, **why
+            )
+
+    def peer_answers(
+        self, transfer: str, request: str, *, rank: int = 0, peer: str = "tp0 pp0", outcome: str = "ok", **why: str
+    ) -> None:
+        """Decode side: what a peer answered reaches the scheduler."""
+        self.steps()
+        self.peer_settled(transfer=transfer, request=request, rank=rank, peer=peer, outcome=outcome, **why)
+        recv = self.state.book.recvs.get(request)
+        if outcome == "failed" and recv is not None and not recv.failed:
+            self.recv_failed(transfer=transfer, request=request, rank=rank, peer=peer, blocks=recv.blocks, **why)
+
+    def received(self, transfer: str, request: str, outcome: str = "loaded") -> None:
+        """Decode side: vLLM is told that the transfer is over."""
+        self.recv_settled(transfer=transfer, request=request, outcome=outcome)
+
     # --- ownership --------------------------------------------------------------------------------------------------
 
     def gives(self, request: str, blocks: Which, generation: int = 1) -> None:

@@ -1,0 +1,281 @@
+"""What the logs of several engines say together: they share keys of a store, or the id of a transfer.
+
+A finding of one log is completed by what the other logs have of the same keys and transfers, and the two sides of a
+transfer are put on one time axis. Clocks of different hosts are never trusted alone. What orders two logs is what had
+to come before
+what: a prefill's worker pushes after the decode engine has registered its recv, because that one had to ask; and a peer
+settles as `ok` after its push has finished. Where nothing orders two events, their wall clocks place them, and the line
+says so.
+
+This file knows results and events; it reads what it is given and prints nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from ledger import events as ev
+from ledger import words
+from ledger.replay import Result
+from ledger.verdicts import Finding
+
+Events = Callable[[], Iterable[ev.AnyEvent]]
+"""Reads a log once more."""
+
+KEPT_SUBJECTS = 200
+"""Transfers and keys that are followed into the other logs; a report that names more is not read to its end."""
+
+Sided = ev.SendRegistered | ev.SendReady | ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired
+
+
+class Step(msgspec.Struct, frozen=True):
+    """An event of a joined time line.
+
+    Attributes:
+        log: the index of its log.
+        by_clock: nothing but the wall clocks places it behind the event before it.
+    """
+
+    log: int
+    event: ev.AnyEvent
+    by_clock: bool = False
+
+
+class Joined(msgspec.Struct):
+    """What the logs of a case have in common.
+
+    Attributes:
+        findings: index of the log and finding, completed.
+        transfers: the joined time line of each transfer that a finding names and that more than one log knows.
+    """
+
+    findings: list[tuple[int, Finding]]
+    transfers: dict[str, list[Step]] = {}
+
+
+class _Calls(msgspec.Struct):
+    """What a log has of one key: the last call that put it, and how that call ended."""
+
+    started: ev.TransferStarted
+    finished: ev.TransferFinished | None = None
+
+
+class _Log(msgspec.Struct):
+    """What a log has of the subjects."""
+
+    result: Result
+    name: str
+    transfers: dict[str, list[ev.AnyEvent]] = {}
+    puts: dict[str, _Calls] = {}
+
+
+def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[Events]) -> Joined:
+    """Return the findings of several logs, each completed by what the other logs know.
+
+    Args:
+        results: what each log says alone.
+        names: what to call each log.
+        readers: read each log once more; called only if a finding names what another log may know.
+    """
+    findings = [(index, finding) for index, result in enumerate(results) for finding in result.findings]
+    transfers = _subjects(findings, "transfers")
+    keys = _subjects(findings, "keys")
+    if len(results) < 2 or not (transfers or keys):
+        return Joined(findings)
+    logs = [
+        _collect(result, name, read(), transfers, keys)
+        for result, name, read in zip(results, names, readers, strict=True)
+    ]
+    completed = [(index, _complete(finding, index, logs)) for index, finding in findings]
+    shared = {
+        transfer: merge(
+            {index: log.transfers[transfer] for index, log in enumerate(logs) if transfer in log.transfers}, logs
+        )
+        for transfer in transfers
+        if sum(transfer in log.transfers for log in logs) > 1
+    }
+    return Joined(completed, shared)
+
+
+def _subjects(findings: Iterable[tuple[int, Finding]], what: str) -> list[str]:
+    named = dict.fromkeys(subject for _, finding in findings for subject in finding.facts.get(what, ()))
+    return list(named)[:KEPT_SUBJECTS]
+
+
+def _collect(
+    result: Result, name: str, events: Iterable[ev.AnyEvent], transfers: Sequence[str], keys: Sequence[str]
+) -> _Log:
+    log = _Log(result, name)
+    wanted_transfers, wanted_keys = set(transfers), set(keys)
+    open_puts: dict[tuple[str, int], list[_Calls]] = {}
+    for event in events:
+        transfer = getattr(event, "transfer", "")
+        if transfer in wanted_transfers:
+            log.transfers.setdefault(transfer, []).append(event)
+        if not wanted_keys:
+            continue
+        if isinstance(event, ev.TransferStarted) and event.op == "put" and not wanted_keys.isdisjoint(event.keys):
+            calls = _Calls(event)
+            open_puts.setdefault((event.transfer, event.rank), []).append(calls)
+            log.puts.update((key, calls) for key in event.keys if key in wanted_keys)
+        elif isinstance(event, ev.TransferFinished) and event.op == "put":
+            for calls in open_puts.pop((event.transfer, event.rank), ()):
+                calls.finished = event
+    return log
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
+    told: dict[str, None] = {}
+    for other, log in enumerate(logs):
+        if other == index:
+            continue
+        for key in finding.facts.get("keys", ()):
+            if key in log.puts:
+                told.setdefault(_of_key(log.puts[key], log))
+                break
+        for transfer in finding.facts.get("transfers", ()):
+            side = _side(logs[index].transfers.get(transfer, ()))
+            said = _of_transfer(transfer, log, "prefill" if side == "decode" else "decode")
+            if said:
+                told.setdefault(said)
+                break
+    if not told:
+        return finding
+    return msgspec.structs.replace(finding, culprit="; ".join([*told, finding.culprit]))
+
+
+def _of_key(calls: _Calls, log: _Log) -> str:
+    job = f"job {calls.started.job} of engine {_engine(log)}"
+    where = f"event {calls.started.seq} of {log.name}"
+    if calls.finished is None:
+        end = log.result.end
+        how = ", and that log ends torn" if end is not None and end.how == "torn" else ""
+        return f"{job} was putting these keys ({where}), and the call never returned{how}"
+    return f"{job} had put these keys ({where}), which ended {calls.finished.outcome}"
+
+
+def _of_transfer(transfer: str, log: _Log, side: str) -> str:
+    """Return what the log of the other side says of a transfer; empty if that log is not of that side."""
+    events = log.transfers.get(transfer, [])
+    engine = f"the {side} engine {_engine(log)}"
+    if not events:
+        return f"{engine} knows nothing of transfer {transfer} (no event in {log.name})"
+    if _side(events) != side:
+        return ""
+    last = events[-1]
+    at = f"(event {last.seq} of {log.name})"
+    if side == "prefill":
+        return _of_prefill(events, engine, at)
+    failed = next((each for each in events if isinstance(each, ev.TransferFinished) and each.outcome != "ok"), None)
+    if failed is not None:
+        why = words.failure(failed.code, failed.raw, failed.exception)
+        return f"{engine} failed to pull it{': ' + why if why else ''} (event {failed.seq} of {log.name})"
+    if any(isinstance(event, ev.RecvSettled) for event in events):
+        return f"{engine} settled it as {_outcome(events, ev.RecvSettled)} {at}"
+    return f"{engine} still waits for it; its last event: {words.describe(last)} {at}"
+
+
+def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
+    kinds = {type(event) for event in events}
+    pushes = [event for event in events if isinstance(event, ev.TransferFinished) and event.op == "push"]
+    failed = next((push for push in pushes if push.outcome != "ok"), None)
+    if failed is not None:
+        why = words.failure(failed.code, failed.raw, failed.exception)
+        how = f"{failed.outcome}{': ' + why if why else ''}"
+        return f"{engine} pushed, and the push of rank {failed.rank} ended {how} {at}"
+    if ev.SendSettled in kinds:
+        return f"{engine} settled it as {_outcome(events, ev.SendSettled)} {at}"
+    if ev.SendStarted not in kinds:
+        asked = "was never asked for it"
+        if ev.SendReady not in kinds:
+            return f"{engine} has not computed it yet {at}"
+        return f"{engine} {asked}, and let it expire {at}" if ev.SendExpired in kinds else f"{engine} {asked} {at}"
+    return f"{engine} began to push and did not end {at}"
+
+
+def _outcome(events: Sequence[ev.AnyEvent], kind: type[ev.RecvSettled | ev.SendSettled]) -> str:
+    return next(event.outcome for event in reversed(events) if isinstance(event, kind))
+
+
+def _side(events: Iterable[ev.AnyEvent]) -> str:
+    for event in events:
+        if isinstance(event, Sided):
+            return "prefill"
+        if isinstance(event, ev.RecvRegistered | ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvSettled):
+            return "decode"
+    return ""
+
+
+def _engine(log: _Log) -> str:
+    return log.result.opened.engine if log.result.opened is not None else log.name
+
+
+# --- one time axis ----------------------------------------------------------------------------------------------------
+
+
+def merge(sides: Mapping[int, Sequence[ev.AnyEvent]], logs: Sequence["_Log"]) -> list[Step]:
+    """Return the events of a transfer in several logs as one time line.
+
+    Each log keeps its own order. Between logs, what had to come before what comes first; where that leaves a choice,
+    the wall clocks decide, and the step says so.
+    """
+    before = _orders(sides, logs)
+    done = dict.fromkeys(sides, 0)
+    # What is known to have happened before the event that was placed last, as the number of events of each log.
+    knows: dict[int, dict[int, int]] = {index: dict.fromkeys(sides, 0) for index in sides}
+    steps: list[Step] = []
+    while any(done[index] < len(events) for index, events in sides.items()):
+        heads = [index for index, events in sides.items() if done[index] < len(events)]
+        ready = [
+            index
+            for index in heads
+            if all(done[other] >= number for other, number in before.get((index, done[index]), ()))
+        ]
+        chosen = min(ready or heads, key=lambda index: sides[index][done[index]].ts_ns)
+        known = knows[chosen]
+        for other, number in before.get((chosen, done[chosen]), ()):
+            for log, reached in {**knows[other], other: number}.items():
+                known[log] = max(known[log], reached)
+        previous = steps[-1].log if steps else chosen
+        by_clock = previous != chosen and known[previous] < done[previous]
+        steps.append(Step(chosen, sides[chosen][done[chosen]], by_clock))
+        done[chosen] += 1
+    return steps
+
+
+def _orders(
+    sides: Mapping[int, Sequence[ev.AnyEvent]], logs: Sequence["_Log"]
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return, for an event of a log, how many events of another log had to happen before it."""
+    before: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    prefills = [index for index, events in sides.items() if _side(events) == "prefill"]
+    decodes = [index for index, events in sides.items() if _side(events) == "decode"]
+    for prefill in prefills:
+        pushed = _pushes(sides[prefill], logs[prefill])
+        for decode in decodes:
+            asked = _first(sides[decode], ev.RecvRegistered)
+            started = _first(sides[prefill], ev.SendStarted)
+            if asked is not None and started is not None:
+                before.setdefault((prefill, started), []).append((decode, asked + 1))
+            for place, event in enumerate(sides[decode]):
+                if isinstance(event, ev.PeerSettled) and event.outcome == "ok" and event.peer in pushed:
+                    before.setdefault((decode, place), []).append((prefill, pushed[event.peer] + 1))
+    return before
+
+
+def _pushes(events: Sequence[ev.AnyEvent], log: "_Log") -> dict[str, int]:
+    """Return the place of the first push of each of the prefill's workers that ended well, by the worker's name."""
+    opened = log.result.opened
+    width = opened.tensor_parallel if opened is not None else 1
+    pushed: dict[str, int] = {}
+    for place, event in enumerate(events):
+        if isinstance(event, ev.TransferFinished) and event.op == "push" and event.outcome == "ok":
+            pushed.setdefault(f"tp{event.rank % width} pp{event.rank // width}", place)
+    return pushed
+
+
+def _first(events: Sequence[ev.AnyEvent], kind: type[ev.Event]) -> int | None:
+    return next((place for place, event in enumerate(events) if isinstance(event, kind)), None)
