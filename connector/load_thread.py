@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import Req
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import KVCacheStoreRecvingThread
 
 from connector.failures import FailureLog
+from connector.integrity import Guard
 from connector.load_planner import LoadPlanner
 from connector.loader import Answer, Limits, Loading, LoadResult, Reject, Target, get_from, run_pass
 from connector.recording_store import RecordingStore, Work, in_order
@@ -144,6 +145,7 @@ class Loader(NamedTuple):
         report: takes the report of a load for the books.
         failures: takes failures for operators.
         retries: brings loads back.
+        guard: compares what arrived with its fingerprints; None if integrity is off.
     """
 
     rank: int
@@ -153,6 +155,7 @@ class Loader(NamedTuple):
     report: Callable[[LoadReport], None]
     failures: FailureLog
     retries: Retries
+    guard: Guard | None = None
 
 
 def limits_of(settings: Settings, thread: KVCacheStoreRecvingThread) -> Limits:
@@ -166,6 +169,9 @@ def limits_of(settings: Settings, thread: KVCacheStoreRecvingThread) -> Limits:
         key_bytes=thread.disk_offload_buffer_budget_bytes or 0,
     )
 
+
+MISFIT = frozenset({-600, -800})
+"""What Mooncake 0.3.13 answers when a value is longer (INVALID_PARAMS) or shorter (TRANSFER_FAIL) than its buffers."""
 
 CANCELLED = Reject(KVCacheErrorCode.CANCELLED, "nobody waits for the load any more", Stage.STORE_GET)
 
@@ -226,9 +232,8 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
         status, failed_keys = "error", len(targets)
         try:
             answers = get_from(self.store)(targets)
-            failed_keys = sum(not isinstance(answer, int) or answer < 0 for answer in answers)
+            failed_keys = sum(answer < 0 for answer in answers)
             status = "partial_failure" if failed_keys else "ok"
-            return answers
         finally:
             self._record_operation(
                 "load_get",
@@ -238,6 +243,20 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
                 status=status,
                 num_failed_keys=failed_keys,
             )
+        guard = self._loader.guard
+        judged = answers if guard is None else guard.verify(targets, answers, self.store.take_trailers())
+        return judged if failed_keys == 0 else self._with_sizes(targets, judged)
+
+    def _with_sizes(self, targets: Sequence[Target], answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Ask how long those values are that did not fit, because the store's codes for that say other things too."""
+        explained = list(answers)
+        for index, answer in enumerate(answers):
+            if answer in MISFIT:
+                expected, found = sum(targets[index].sizes), self.store.get_size(targets[index].key)
+                if found >= 0 and found != expected:
+                    raw = f"{answer}: the value has {found} bytes, the block {expected}"
+                    explained[index] = Reject(KVCacheErrorCode.VERSION_MISMATCH, raw, Stage.STORE_GET)
+        return explained
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -406,10 +406,10 @@ class Store(Protocol):
         ...
 
 
-def get_from(store: Store) -> Get:
+def get_from(store: Store) -> "Callable[[Sequence[Target]], Sequence[int]]":
     """Return a `Get` that asks a `MooncakeDistributedStore`, or what stands in for it."""
 
-    def get(targets: Sequence[Target]) -> Sequence[Answer]:
+    def get(targets: Sequence[Target]) -> Sequence[int]:
         return store.batch_get_into_multi_buffers(
             [target.key for target in targets],
             [target.addresses for target in targets],

@@ -19,9 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 
 from connector.evidence import EvidenceSender
+from connector.integrity import Changed, Guard, GuardedStore
 from ledger import events as ev
 from ledger.blocks import Blocks, to_ranges
-from ledger.codes import translate
+from ledger.codes import KVCacheErrorCode, Stage, translate
 
 KEY_HASH_LENGTH = 16
 """Hex digits of a key's hash that are recorded: 64 bits tell the keys of a store apart, and no prompt can be had from them."""
@@ -37,6 +38,7 @@ class Work:
         puts, gets: how many such calls were made.
         raw, code: of the first key or call that failed.
         exception: the type of the first exception that a call raised.
+        stage: where it failed.
         failed_keys: keys that failed in all calls.
         failed_places: their `(group, block)`, where they are known.
     """
@@ -53,6 +55,14 @@ class Work:
         self.raw = ""
         self.code = ""
         self.exception = ""
+        self.stage = Stage.STORE_GET if load >= 0 else Stage.STORE_PUT
+
+    def rejected(self, code: KVCacheErrorCode, raw: str, places: Sequence[tuple[int, int]]) -> None:
+        """Note that what was moved may not be used, although the store took it."""
+        self.failed_keys += len(places)
+        self.failed_places.extend(places)
+        if not self.code:
+            self.code, self.raw, self.stage = str(code), raw, Stage.VERIFY
 
     def failed(self, raw: int | BaseException, keys: int, places: Sequence[tuple[int, int]] = ()) -> None:
         """Note a failure; the first one names the work's code."""
@@ -79,7 +89,7 @@ class BlockLocator:
 
     def locate(self, key: str, address: int) -> tuple[int, int]:
         """Return the `(group, block)` that starts at `address`, for a key of upstream's form; block -1 if unknown."""
-        group = _group_of(key)
+        group = group_of(key)
         if not 0 <= group < len(self._databases):
             return 0, -1
         layout = self._databases[group].store_layout
@@ -116,6 +126,10 @@ class RecordingStore:
         if self._sender is not None:
             self._sender.close()
         return self._store.close()
+
+    def guard_with(self, guard: Guard) -> None:
+        """Give values a trailer with fingerprint and layout from now on."""
+        self._store = GuardedStore(self._store, guard, self._block_changed)
 
     def locate_with(self, locator: BlockLocator) -> None:
         """Use `locator` from now on; before, blocks are not named."""
@@ -234,11 +248,32 @@ class RecordingStore:
         )
         return results
 
+    def _block_changed(self, changed: Changed) -> None:
+        """Record that a block changed under the put that the calling thread is making."""
+        place = self._places([changed.key], [[changed.address]])[0]
+        work = self.work
+        if work is not None:
+            raw = f"fingerprint {changed.after:016x} after the put, {changed.before:016x} before"
+            work.rejected(KVCacheErrorCode.CRC_MISMATCH, raw, [place])
+        self._emit(
+            ev.PoisonCaught,
+            rank=self._rank,
+            key=key_hash(changed.key),
+            group=place[0],
+            block=place[1],
+            before=f"{changed.before:016x}",
+            after=f"{changed.after:016x}",
+            removed=changed.removed == 0,
+            request=work.request if work is not None else "",
+            job=work.job if work is not None else -1,
+            raw=str(changed.removed) if changed.removed else "",
+        )
+
     def _places(self, keys: list[str], addrs: list[list[int]]) -> list[tuple[int, int]]:
         """Return the `(group, block)` of each key."""
         locator = self._locator
         if locator is None:
-            return [(_group_of(key), -1) for key in keys]
+            return [(group_of(key), -1) for key in keys]
         return [locator.locate(key, address[0]) for key, address in zip(keys, addrs, strict=True)]
 
     def _emit(self, kind: type[ev.AnyEvent], **fields: Any) -> None:
@@ -259,7 +294,7 @@ def in_order(places: Sequence[tuple[int, int]]) -> Blocks:
     )
 
 
-def _group_of(key: str) -> int:
+def group_of(key: str) -> int:
     """Return the store group that a key of upstream's form (`...@group:<n>@<hash>`) names, -1 if it names none."""
     marker = key.rsplit("@", 1)[0].rpartition("@group:")[2]
     return int(marker) if marker.isdigit() else -1

@@ -19,9 +19,10 @@ out by `load_thread`. The calls to the store themselves are recorded by `recordi
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreConnectorMetadata, ReqMeta
@@ -35,8 +36,10 @@ from connector.adopt import adopt
 from connector.books import hashed
 from connector.evidence import EvidenceSender, evidence_address
 from connector.failures import FailureLog, LedgerStoreStats, open_failure_log
+from connector.integrity import Fingerprints, Guard, layout_digest
 from connector.load_thread import LedgerRecvingThread, Loader, Retries, TimedRetries, limits_of
-from connector.recording_store import BlockLocator, RecordingStore, Work, in_order
+from connector.recording_store import BlockLocator, RecordingStore, Work, group_of, in_order
+from connector.save_planner import SavePlanner
 from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attached
 from ledger.codes import KVCacheErrorCode, Stage, translate
 from ledger.errors import KVTransferError
@@ -91,9 +94,24 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         self._failures = failures
         self._hash_request_ids = hash_request_ids
 
+    def guard_with(self, guard: Guard) -> None:
+        """Take fingerprints of every job's blocks when it is registered."""
+        self._guard = guard
+        self._planner = SavePlanner(self)
+
+    _guard: Guard | None = None
+
+    def add_request(self, request: ReqMeta) -> None:
+        """Register a job and queue it. The engine's thread calls it when the step that writes the blocks was launched."""
+        if self._guard is not None:
+            request.kvledger_taken = self._guard.take(self._planner.plan(request))  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        super().add_request(request)
+
     def _handle_request(self, req_meta: ReqMeta) -> None:
         name = hashed(req_meta.req_id) if self._hash_request_ids else req_meta.req_id
         job = req_meta.store_job_id
+        if self._guard is not None:
+            self.store.use(getattr(req_meta, "kvledger_taken", None))
         with self.store.working(Work(name, job=-1 if job is None else job)):
             super()._handle_request(req_meta)
 
@@ -113,7 +131,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         self._failures.report(
             KVTransferError(
                 code=KVCacheErrorCode(report.code) if report.code else KVCacheErrorCode.UNKNOWN,
-                stage=Stage.STORE_PUT,
+                stage=work.stage if work is not None else Stage.STORE_PUT,
                 raw=report.raw,
                 exception=report.exception,
                 request=work.request if work is not None else "",
@@ -179,12 +197,17 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         """Register the caches with upstream, and promote its transfer threads, which have nothing to do yet."""
         super().register_kv_caches(kv_caches)
         self.store.locate_with(BlockLocator(self.token_dbs, self._kv_groups))
+        guard = None
+        if self._settings.integrity != "off":
+            guard = self._make_guard(kv_caches)
+            self.store.guard_with(guard)
         if self.kv_send_thread is not None:
-            adopt(self.kv_send_thread, LedgerSendingThread).open(
-                self._reports, self.failures, self._hash_request_ids
-            )
+            sender = adopt(self.kv_send_thread, LedgerSendingThread)
+            sender.open(self._reports, self.failures, self._hash_request_ids)
+            if guard is not None:
+                sender.guard_with(guard)
         for thread in self.kv_recv_threads:
-            adopt(thread, LedgerRecvingThread).open(self._loader(thread))
+            adopt(thread, LedgerRecvingThread).open(self._loader(thread, guard))
 
     def start_load_kv(self, metadata: MooncakeStoreConnectorMetadata) -> None:
         """Queue the loads of a step, each with the id that the books gave it."""
@@ -202,8 +225,25 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         """Return this rank's reports since the last step, None if there are none."""
         return self._reports.take()
 
-    def _loader(self, thread: KVCacheStoreRecvingThread) -> Loader:
+    def _make_guard(self, kv_caches: dict[str, Any]) -> Guard:
+        num_blocks = self._kv_cache_config.num_blocks
+        every_keys = self._settings.integrity_sample_keys if self._settings.integrity == "sampled" else 1
+        layouts = [
+            layout_digest(
+                {
+                    "model": database.metadata.model_name,
+                    "store_namespace": database.metadata.store_namespace,
+                    "spec": [type(group.kv_cache_spec).__name__, group.kv_cache_spec],
+                    "layers": [_shape_of(kv_caches[name], num_blocks) for name in group.layer_names],
+                }
+            )
+            for group, database in zip(self._kv_cache_groups, self.token_dbs, strict=True)
+        ]
+        return Guard(Fingerprints(_tensors(kv_caches.values())), layouts, group_of, every_keys)
+
+    def _loader(self, thread: KVCacheStoreRecvingThread, guard: Guard | None) -> Loader:
         return Loader(
+            guard=guard,
             rank=self._reports.rank,
             kv_groups=self._kv_groups,
             limits=limits_of(self._settings, thread),
@@ -235,3 +275,22 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         if hasattr(self, "retries"):
             self.retries.close()
         super().close()
+
+
+def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from _tensors(cache)
+
+
+def _shape_of(cache: Any, num_blocks: int) -> list[Any]:
+    """Return what of a layer's cache a stored block depends on: everything but how many blocks there are."""
+    shapes: list[Any] = []
+    for tensor in _tensors([cache]):
+        shape: list[int] = list(tensor.shape)
+        if num_blocks in shape:
+            shape.remove(num_blocks)
+        shapes.append([str(tensor.dtype), shape])
+    return shapes

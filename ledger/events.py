@@ -653,6 +653,32 @@ class TransferFinished(Event, frozen=True, gc=False, omit_defaults=True, tag="tr
     raw: str = ""
 
 
+class PoisonCaught(Event, frozen=True, gc=False, omit_defaults=True, tag="poison_caught"):
+    """A block changed between the registration of its job and the end of the put, so the store got other KV than was meant.
+
+    A worker with `integrity` on emits it. It does not say who wrote into the block: `blocks_allocated` does.
+
+    Attributes:
+        key: hash of the key.
+        before, after: the block's fingerprint at registration and after the put, in hex.
+        removed: whether the key is gone from the store. If not, `raw` is the store's answer, and readers that have
+            integrity off may load it.
+    """
+
+    evidence: ClassVar[bool] = True
+
+    rank: int
+    key: str
+    group: int
+    block: int
+    before: str
+    after: str
+    removed: bool
+    request: str = ""
+    job: int = -1
+    raw: str = ""
+
+
 # --- the log itself -----------------------------------------------------------------------------------------------------
 
 
@@ -798,6 +824,7 @@ AnyEvent: TypeAlias = (
     | BlocksReleased
     | TransferStarted
     | TransferFinished
+    | PoisonCaught
     | LogOpened
     | Checkpoint
     | Gap
@@ -806,9 +833,7 @@ AnyEvent: TypeAlias = (
     | LogClosed
 )
 
-KINDS: dict[str, type[Event]] = {
-    str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__
-}
+KINDS: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__}
 """Every kind by its name in the log."""
 
 
