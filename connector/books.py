@@ -207,6 +207,7 @@ class Books:
         atexit.register(self._flush)
 
     def _flush(self) -> None:
+        self._finished = True  # what vLLM destroys from here on must not append to a log that nobody writes any more
         if self._writer is not None:
             self._writer.flush()
 
@@ -237,7 +238,8 @@ def open_books(
     if settings.evidence:
         address = evidence_address(vllm_config, connector, settings)
         receiver = EvidenceReceiver(log, address, parallel.world_size, books.finish)
-    books.start(Writer(log, path, flush_interval_ms=settings.flush_interval_ms), receiver)
+    writer = Writer(log, path, flush_interval_ms=settings.flush_interval_ms, engine=engine, boot=boot)
+    books.start(writer, receiver)
     logger.info("kvledger: audit log of this engine: %s", path)
     return books
 

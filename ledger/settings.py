@@ -216,8 +216,12 @@ class Settings(msgspec.Struct, frozen=True):
     integrity_sample_keys: int
 
     def changed(self) -> dict[str, str]:
-        """Return the settings that differ from their defaults, as text."""
-        return {row.name: str(value) for row in SETTINGS if (value := getattr(self, row.name)) != row.default}
+        """Return the settings that differ from their defaults, as text; not those that name places on a host."""
+        return {
+            row.name: str(value)
+            for row in SETTINGS
+            if (value := getattr(self, row.name)) != row.default and row.name not in _PLACES
+        }
 
     def digest(self) -> str:
         """Return the SHA-256 of all values, in hex."""
@@ -271,4 +275,5 @@ def _problem(row: Setting, value: Any) -> str:
     return ""
 
 
+_PLACES = ("ledger_path", "evidence_address")
 _KIND_NAMES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
