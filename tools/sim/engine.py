@@ -27,8 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import schedule
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import MooncakeStoreCoordinator
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeLookupResult
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -244,8 +244,8 @@ class Engine:
         self.queue: deque[Batch] = deque()
         self.unheard: dict[int, KVConnectorOutput] = {}
         config, cache = _vllm_config(shape), _kv_cache_config(shape)
-        self.block_size, self.hash_block_size = resolve_kv_cache_block_sizes(cache, config)
-        self._hasher = get_request_block_hasher(self.hash_block_size, _hash)
+        self.block_size, self.hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
+        self._hasher = kv_cache_utils.get_request_block_hasher(self.hash_block_size, _hash)
         _under_construction.append(self)
         try:
             self.scheduler: Scheduler = (_OrderedAsync if shape.pipelined else _Ordered)(
@@ -414,7 +414,12 @@ _NOTHING_HEARD = _Silence()
 
 
 def _hash(value: Any) -> bytes:
-    """Hash what vLLM hashes for a block: the parent's hash, its tokens, and extra keys."""
+    """Hash what vLLM hashes for a block: the parent's hash, its tokens, and extra keys.
+
+    The parent of a first block is a number that vLLM draws for each process; here it is nothing.
+    """
+    if isinstance(value, tuple) and value[0] == kv_cache_utils.NONE_HASH:
+        value = (b"", *value[1:])
     return hashlib.sha256(repr(value).encode()).digest()[:16]
 
 
@@ -438,7 +443,8 @@ def _model() -> ModelConfig:
             }
         )
     )
-    init_none_hash(_hash)
+    if not hasattr(kv_cache_utils, "NONE_HASH"):
+        kv_cache_utils.init_none_hash(_hash)
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN)
 
 

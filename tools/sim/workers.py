@@ -149,6 +149,10 @@ class VirtualRetries:
         self._waiting[number] = load
         self._clock.at(int(due_s * 1e9), lambda: self._bring(number))
 
+    def waits(self, request: str) -> bool:
+        """Return whether a load of `request` is to be tried again."""
+        return any(load.req_id == request for load in self._waiting.values())
+
     def cancel(self, requests: Collection[str]) -> None:
         """Bring back at once, as cancelled, the loads of these requests."""
         if requests:
@@ -327,7 +331,9 @@ class Rank:
             self._clock.at(self._clock.now_ns + STEP_NS * 3 // 2, lambda: self.report_job(job))
 
     def _after_load(self, item: ReqMeta | RunningLoad) -> None:
-        load = item.number if isinstance(item, RunningLoad) else getattr(item, "kvledger_load", -1)
+        load = load_number(item)
+        if self.worker.retries.waits(item.req_id):  # type: ignore[attr-defined]
+            return  # it is tried again, and answered only then
         if self._faults.answers_twice("get", item.req_id, self.number):
             self._clock.at(self._clock.now_ns + STEP_NS * 3 // 2, lambda: self.report_load(load, item.req_id))
 
