@@ -213,6 +213,32 @@ def tail(file: Path, number: int, follow: bool) -> int:
 
 
 @cli.command()
+@click.argument("file", type=FILE)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; who reaches it reads the log.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="A port; a free one if not given.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in your browser.")
+def browse(file: Path, host: str, port: int, opens: bool) -> int:
+    """Show the log in Datasette, until Ctrl-C.
+
+    What it shows is a sealed copy in a temporary folder. FILE may be live, closed, torn or sealed, and is not changed.
+    """
+    from ledger.browse import server
+
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(_progress())
+
+        def ready(address: str) -> None:
+            stack.close()  # no progress line below the address
+            _write(f"{address}\n")
+            sys.stdout.flush()
+            if opens:
+                server.open_page(address)
+
+        server.browse(file, host=host, port=port, ready=ready, progress=progress)
+    return OK
+
+
+@cli.command()
 def demo() -> int:
     """Replay a recorded incident that ships with kvledger."""
     from ledger import report

@@ -1,0 +1,235 @@
+"""The Datasette plugin: one module for Datasette 0.65 and for the alphas of 1.0.
+
+What differs between the two:
+
+    stored queries      0.65 asks for them at each page (`canned_queries`); 1.0 is told once (`add_query`)
+    titles, meanings    0.65 asks (`get_metadata`); 1.0 is told once (`set_..._metadata`)
+
+Every Datasette of an environment in which kvledger is installed loads this plugin. At its start it looks at the header
+of each database file, 72 bytes, and does nothing for those that are not kvledger logs. Logs that are attached later are
+shown as any other database.
+
+This file knows Datasette's hooks; what is shown is said in the other files of this folder.
+"""
+
+import copy
+import sqlite3
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+from datasette import hookimpl
+from datasette.utils import to_css_class  # pyright: ignore[reportUnknownVariableType] - Datasette leaves it untyped
+from datasette.utils.asgi import Response
+from jinja2 import ChoiceLoader, FunctionLoader
+from markupsafe import Markup
+
+from ledger import sqlite
+from ledger.browse import pages
+from ledger.browse.cells import Links, cell
+from ledger.browse.queries import QUERIES, Query
+
+STYLE_PATH = "/-/kvledger.css"
+
+_HEADER_BYTES = 72
+_APPLICATION_ID_AT = 68
+"""Where a SQLite file has its application id: four bytes, the highest first (sqlite.org/fileformat.html)."""
+
+
+class Log(msgspec.Struct, frozen=True):
+    """A database of this Datasette that is a kvledger log."""
+
+    links: Links
+    queries: tuple[Query, ...]
+    metadata: dict[str, Any]
+
+
+_logs: WeakKeyDictionary[Any, dict[str, Log]] = WeakKeyDictionary()
+"""By Datasette, and by the name of the database."""
+
+
+def is_log(path: Path) -> bool:
+    """Return whether a file says in its header that kvledger wrote it. Nothing is opened but the file."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+    except OSError:
+        return False
+    mark = int.from_bytes(header[_APPLICATION_ID_AT:], "big")
+    return header.startswith(b"SQLite format 3\0") and mark == sqlite.APPLICATION_ID
+
+
+def _log(datasette: Any, database: str | None) -> Log | None:
+    return _logs.get(datasette, {}).get(database or "")
+
+
+# --- when Datasette starts --------------------------------------------------------------------------------------------
+
+
+@hookimpl
+def startup(datasette: Any) -> Callable[[], Awaitable[None]]:
+    """Look which databases are logs, and learn what their pages say."""
+
+    async def look() -> None:
+        found = [
+            name for name, database in datasette.databases.items() if database.path and is_log(Path(database.path))
+        ]
+        for name in found:
+            _logs.setdefault(datasette, {})[name] = log = await _read(datasette, name)
+            if hasattr(datasette, "add_query"):
+                await _tell(datasette, name, log)
+
+    return look
+
+
+async def _read(datasette: Any, name: str) -> Log:
+    tables, facts = await datasette.get_database(name).execute_fn(_facts)
+    queries = tuple(query for query in QUERIES if query.needs <= tables)
+    links = Links(datasette.urls, name, tables, frozenset(query.name for query in queries))
+    return Log(links, queries, _metadata(tables, facts, queries, links))
+
+
+def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]:
+    """Return the names of the tables, and what is known of the log."""
+
+    def rows(sql: str) -> list[Any]:
+        return [tuple(row) for row in connection.execute(sql)]
+
+    tables = frozenset(name for (name,) in rows("SELECT name FROM sqlite_master WHERE type = 'table'"))
+    if not {"events", "meta"} <= tables:
+        return tables, pages.Facts({}, {}, 0, 0, 0, "", "")
+    first = rows("SELECT ts_ns, data FROM events ORDER BY seq LIMIT 1")
+    last = rows("SELECT seq, ts_ns FROM events ORDER BY seq DESC LIMIT 1")
+    seal = rows('SELECT source, "end" FROM seal') if "seal" in tables else []
+    opened: dict[str, Any] = msgspec.json.decode(first[0][1]) if first else {}
+    return tables, pages.Facts(
+        meta=dict(rows("SELECT key, value FROM meta")),
+        opened=opened if opened.get("kind") == "log_opened" else {},
+        events=last[0][0] if last else 0,
+        first_ts_ns=first[0][0] if first else 0,
+        last_ts_ns=last[0][1] if last else 0,
+        source=seal[0][0] if seal else "",
+        end=seal[0][1] if seal else "",
+        findings=tuple(title for (title,) in rows("SELECT title FROM findings ORDER BY place"))
+        if "findings" in tables
+        else None,
+    )
+
+
+def _metadata(tables: frozenset[str], facts: pages.Facts, queries: tuple[Query, ...], links: Links) -> dict[str, Any]:
+    """Return what Datasette calls the metadata of a database."""
+    from ledger.browse.tables import meanings  # noqa: PLC0415 - SQLAlchemy takes 0.3 s, and is needed for logs alone
+
+    columns = meanings()
+    return {
+        "title": pages.title(facts),
+        "description_html": str(pages.log_page(facts, queries, links)),
+        "tables": {
+            table: {
+                "title": pages.TABLES[table][0],
+                "description_html": str(pages.table_page(table, links)),
+                "columns": columns.get(table, {}),
+            }
+            for table in sorted(tables & pages.TABLES.keys())
+        },
+    }
+
+
+async def _tell(datasette: Any, name: str, log: Log) -> None:
+    """Tell a Datasette that does not ask. What its own configuration says already, stands."""
+    for query in log.queries:
+        await datasette.add_query(
+            name,
+            query.name,
+            query.sql.strip(),
+            title=query.title,
+            description=query.description,
+            hide_sql=True,
+            parameters=query.parameters,
+            is_trusted=True,
+            source="kvledger",
+        )
+    said = await datasette.get_database_metadata(name)
+    for key in ("title", "description_html"):
+        if key not in said:
+            await datasette.set_database_metadata(name, key, log.metadata[key])
+    for table, entry in log.metadata["tables"].items():
+        said = await datasette.get_resource_metadata(name, table)
+        for key in ("title", "description_html"):
+            if key not in said:
+                await datasette.set_resource_metadata(name, table, key, entry[key])
+        for column, meaning in entry["columns"].items():
+            if not await datasette.get_column_metadata(name, table, column):
+                await datasette.set_column_metadata(name, table, column, "description", meaning)
+
+
+# --- what Datasette 0.65 asks for -------------------------------------------------------------------------------------
+
+
+@hookimpl(optionalhook=True)
+def get_metadata(datasette: Any, key: str | None, database: str | None, table: str | None) -> dict[str, Any]:
+    """Return titles and meanings."""
+    # Datasette merges other metadata into what it gets.
+    return {"databases": {name: copy.deepcopy(log.metadata) for name, log in _logs.get(datasette, {}).items()}}
+
+
+@hookimpl(optionalhook=True)
+def canned_queries(datasette: Any, database: str, actor: Any) -> dict[str, dict[str, Any]]:
+    """Return the stored queries of a log."""
+    log = _log(datasette, database)
+    return {
+        query.name: {
+            "sql": query.sql.strip(),
+            "title": query.title,
+            "description": query.description,
+            "hide_sql": True,
+            "params": list(query.parameters),
+        }
+        for query in (log.queries if log is not None else ())
+    }
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+@hookimpl
+def render_cell(value: Any, column: str, table: str | None, database: str, datasette: Any) -> Markup | None:
+    """Return what is shown for a value of a log."""
+    log = _log(datasette, database)
+    return cell(value, column, table, log.links) if log is not None else None
+
+
+@hookimpl
+def prepare_jinja2_environment(env: Any, datasette: Any) -> None:
+    """Give the query pages of a log a title; Datasette's own is the SQL of the query."""
+
+    def query_template(name: str) -> str | None:
+        if any(name == f"query-{to_css_class(database)}.html" for database in _logs.get(datasette, {})):
+            return _QUERY_TEMPLATE
+        return None
+
+    env.loader = ChoiceLoader([env.loader, FunctionLoader(query_template)])
+
+
+_QUERY_TEMPLATE = (
+    '{% extends "query.html" %}{% block title %}{{ metadata.title or "Query" }} - {{ database }}{% endblock %}'
+)
+
+
+@hookimpl
+def extra_css_urls(database: str | None, datasette: Any) -> list[str]:
+    """Return the style of a log's pages."""
+    return [STYLE_PATH] if _log(datasette, database) is not None else []
+
+
+@hookimpl
+def register_routes() -> list[tuple[str, Callable[[], Awaitable[Response]]]]:
+    """Serve that style."""
+
+    async def style() -> Response:
+        return Response(files("ledger.browse").joinpath("kvledger.css").read_text("utf-8"), content_type="text/css")
+
+    return [(r"^/-/kvledger\.css$", style)]
