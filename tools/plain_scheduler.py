@@ -95,7 +95,7 @@ class PlainScheduler:
         plugin.register()
         init_none_hash(sha256)
         self._folder = tempfile.TemporaryDirectory(prefix="plain-scheduler-")
-        if connector == OURS:
+        if connector.startswith("KVLedger"):
             extra = {"ledger_path": self._folder.name, "evidence": False, **(extra or {})}
         config = VllmConfig(
             model_config=ModelConfig(
@@ -132,8 +132,9 @@ class PlainScheduler:
         self.connector: Any = self.scheduler.connector
         self.half: Any = self.connector.connector_scheduler
         self.lookup = TableLookup()
-        self.half.client.close()
-        self.half.client = self.lookup
+        if hasattr(self.half, "client"):  # the P/D connector looks nothing up
+            self.half.client.close()
+            self.half.client = self.lookup
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
     def _model(self) -> str:
@@ -145,9 +146,12 @@ class PlainScheduler:
         """vLLM's block pool."""
         return self.scheduler.kv_cache_manager.block_pool
 
-    def add(self, request_id: str, tokens: list[int], max_tokens: int = 16) -> Request:
-        """Queue a request and return it."""
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    def add(
+        self, request_id: str, tokens: list[int], max_tokens: int = 16, transfer: dict[str, Any] | None = None
+    ) -> Request:
+        """Queue a request and return it; `transfer` is what a router gives along for a P/D transfer."""
+        extra_args = {"kv_transfer_params": transfer} if transfer is not None else None
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
         request = Request(request_id, tokens, params, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
