@@ -83,6 +83,9 @@ PD: dict[str, tuple[str, ...]] = {
 """Members that the P/D connector extends or calls, by module."""
 
 
+TABLES = (STORE, PD)
+
+
 def missing(members: dict[str, tuple[str, ...]]) -> list[str]:
     """Return those of `members` that the vLLM in use lacks, as `module:name`."""
     absent: list[str] = []
