@@ -103,7 +103,7 @@ def _link(text: object, address: str, title: str = "") -> Markup:
 
 
 def _titled(text: str, title: object) -> Markup:
-    return Markup('<span title="{}">{}</span>').format(title, text)
+    return Markup('<span class="kv-short" title="{}">{}</span>').format(title, text)
 
 
 # --- times, durations, sizes ------------------------------------------------------------------------------------------
@@ -120,9 +120,8 @@ def _time(value: Any, table: str | None, links: Links) -> Markup | None:
     local = utc.astimezone()
     fraction = f"{value % 1_000_000_000:09d}"
     exact = f"{utc:%Y-%m-%dT%H:%M:%S}.{fraction}Z"
-    return Markup('<time datetime="{}" title="{}&#10;{} ns">{}</time>').format(
-        exact, exact, value, f"{local:%Y-%m-%d %H:%M:%S}.{fraction[:3]}"
-    )
+    shown = f"{local:%Y-%m-%d %H:%M:%S}.{fraction[:3]}"
+    return Markup('<time datetime="{0}" title="{0}&#10;{1} ns" data-ns="{1}">{2}</time>').format(exact, value, shown)
 
 
 def zone() -> str:
@@ -148,14 +147,8 @@ def _rate(value: Any, table: str | None, links: Links) -> Markup | None:
 def _percent(value: Any, table: str | None, links: Links) -> Markup | None:
     if not isinstance(value, int | float):
         return None
-    return Markup('<meter class="kv-meter" min="0" max="100" value="{}"></meter> {}').format(
-        f"{value:.1f}", f"{value:.0f} %"
-    )
-
-
-def _minor(value: Any, table: str | None, links: Links) -> Markup | None:
-    """A number that only comparisons need, such as a monotonic clock."""
-    return Markup('<span class="kv-minor">{}</span>').format(value)
+    bar = '<span class="kv-short"><meter class="kv-meter" min="0" max="100" value="{}"></meter> {}</span>'
+    return Markup(bar).format(f"{value:.1f}", f"{value:.0f} %")
 
 
 # --- what a name stands for -------------------------------------------------------------------------------------------
@@ -176,7 +169,7 @@ def _numbered(table_of: str, column: str) -> "Show":
         if not isinstance(value, int):
             return None
         if table == table_of:
-            return _link(f"{value}: its events", links.rows("events", **{column: value}))
+            return _link(f"{value} (all its events)", links.rows("events", **{column: value}))
         return _link(value, links.row(table_of, value) or links.rows("events", **{column: value}))
 
     return show
@@ -298,7 +291,6 @@ Show = Callable[[Any, "str | None", Links], "Markup | None"]
 
 _SHOW: dict[str, Show] = {
     "ts_ns": _time,
-    "mono_ns": _minor,
     "duration_ns": _duration,
     "open_ns": _duration,
     "bytes": _size,

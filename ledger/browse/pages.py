@@ -14,10 +14,13 @@ from ledger.browse.cells import Links, zone
 from ledger.browse.queries import Query
 
 TABLES: dict[str, tuple[str, str]] = {
-    "events": ("Events", "The log: every event, in order. Open an event's sentence to see it whole."),
+    "events": ("Events", "Every event, in order. Open a sentence to see the whole event."),
     "requests": ("Requests", "One row for each life of a request: a preempted request comes back as a new generation."),
-    "jobs": ("Store jobs", "One row for each store job. Open a job and follow its number to all its events."),
-    "loads": ("Loads", "One row for each load from the store. Open a load and follow its number to all its events."),
+    "jobs": ("Store jobs", "One row for each store job. On a job's own page, its number leads to all its events."),
+    "loads": (
+        "Loads",
+        "One row for each load from the store. On a load's own page, its number leads to all its events.",
+    ),
     "transfers": ("Transfers", "One row for each call to the store or to a peer."),
     "findings": ("Findings", "What went wrong, earliest cause first."),
     "open_work": ("Open work", "What had not ended at the end of the log."),
@@ -89,13 +92,13 @@ def log_page(facts: Facts, queries: tuple[Query, ...], links: Links) -> Markup:
 def _facts(facts: Facts) -> Markup:
     rows = [
         ("Engine", facts.opened.get("engine") or facts.meta.get("engine", "")),
-        ("Boot", facts.meta.get("boot", "")),
+        ("Boot", facts.opened.get("boot") or facts.meta.get("boot", "")),
     ]
     versions: dict[str, str] = facts.opened.get("versions") or {}
     rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     rows.append(("Events", _span(facts)))
     rows.append(("End", _ENDS.get(facts.end, "")))
-    rows.append(("Times", f"shown in {zone()}; point at one for UTC and nanoseconds"))
+    rows.append(("Times", f"shown in {zone()}; point at one for UTC in nanoseconds"))
     shown = [Markup("<dt>{}</dt><dd>{}</dd>").format(name, value) for name, value in rows if value]
     return Markup('<dl class="kv-facts">{}</dl>').format(Markup().join(shown))
 

@@ -14,17 +14,17 @@ This file knows Datasette's hooks; what is shown is said in the other files of t
 
 import copy
 import sqlite3
+import weakref
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 from datasette import hookimpl
 from datasette.utils import to_css_class  # pyright: ignore[reportUnknownVariableType] - Datasette leaves it untyped
 from datasette.utils.asgi import Response
-from jinja2 import ChoiceLoader, FunctionLoader
+from jinja2 import BaseLoader, ChoiceLoader, Environment, TemplateNotFound
 from markupsafe import Markup
 
 from ledger import sqlite
@@ -42,12 +42,16 @@ _APPLICATION_ID_AT = 68
 class Log(msgspec.Struct, frozen=True):
     """A database of this Datasette that is a kvledger log."""
 
-    links: Links
+    tables: frozenset[str]
     queries: tuple[Query, ...]
     metadata: dict[str, Any]
 
+    def links(self, datasette: Any, database: str) -> Links:
+        """Return the addresses within it. Nothing of Datasette may be kept here, or none would ever be let go."""
+        return Links(datasette.urls, database, self.tables, frozenset(query.name for query in self.queries))
 
-_logs: WeakKeyDictionary[Any, dict[str, Log]] = WeakKeyDictionary()
+
+_logs: weakref.WeakKeyDictionary[Any, dict[str, Log]] = weakref.WeakKeyDictionary()
 """By Datasette, and by the name of the database."""
 
 
@@ -87,9 +91,8 @@ def startup(datasette: Any) -> Callable[[], Awaitable[None]]:
 
 async def _read(datasette: Any, name: str) -> Log:
     tables, facts = await datasette.get_database(name).execute_fn(_facts)
-    queries = tuple(query for query in QUERIES if query.needs <= tables)
-    links = Links(datasette.urls, name, tables, frozenset(query.name for query in queries))
-    return Log(links, queries, _metadata(tables, facts, queries, links))
+    log = Log(tables, tuple(query for query in QUERIES if query.needs <= tables), {})
+    return msgspec.structs.replace(log, metadata=_metadata(log, facts, log.links(datasette, name)))
 
 
 def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]:
@@ -119,21 +122,21 @@ def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]
     )
 
 
-def _metadata(tables: frozenset[str], facts: pages.Facts, queries: tuple[Query, ...], links: Links) -> dict[str, Any]:
+def _metadata(log: Log, facts: pages.Facts, links: Links) -> dict[str, Any]:
     """Return what Datasette calls the metadata of a database."""
     from ledger.browse.tables import meanings  # noqa: PLC0415 - SQLAlchemy takes 0.3 s, and is needed for logs alone
 
     columns = meanings()
     return {
         "title": pages.title(facts),
-        "description_html": str(pages.log_page(facts, queries, links)),
+        "description_html": str(pages.log_page(facts, log.queries, links)),
         "tables": {
             table: {
                 "title": pages.TABLES[table][0],
                 "description_html": str(pages.table_page(table, links)),
                 "columns": columns.get(table, {}),
             }
-            for table in sorted(tables & pages.TABLES.keys())
+            for table in sorted(log.tables & pages.TABLES.keys())
         },
     }
 
@@ -199,19 +202,34 @@ def canned_queries(datasette: Any, database: str, actor: Any) -> dict[str, dict[
 def render_cell(value: Any, column: str, table: str | None, database: str, datasette: Any) -> Markup | None:
     """Return what is shown for a value of a log."""
     log = _log(datasette, database)
-    return cell(value, column, table, log.links) if log is not None else None
+    return cell(value, column, table, log.links(datasette, database)) if log is not None else None
 
 
 @hookimpl
 def prepare_jinja2_environment(env: Any, datasette: Any) -> None:
     """Give the query pages of a log a title; Datasette's own is the SQL of the query."""
+    env.loader = ChoiceLoader([env.loader, _QueryTitles(datasette)])
 
-    def query_template(name: str) -> str | None:
-        if any(name == f"query-{to_css_class(database)}.html" for database in _logs.get(datasette, {})):
-            return _QUERY_TEMPLATE
-        return None
 
-    env.loader = ChoiceLoader([env.loader, FunctionLoader(query_template)])
+class _QueryTitles(BaseLoader):
+    """Has the template of query pages that Datasette asks for by the name of a database: for logs, and for no other."""
+
+    def __init__(self, datasette: Any) -> None:
+        self._datasette = datasette
+
+    def get_source(self, environment: Environment, template: str) -> tuple[str, None, None]:
+        """Return the template.
+
+        Raises:
+            TemplateNotFound: it is not of a log.
+        """
+        if any(template == f"query-{to_css_class(database)}.html" for database in _logs.get(self._datasette, {})):
+            return _QUERY_TEMPLATE, None, None
+        raise TemplateNotFound(template)
+
+    def list_templates(self) -> list[str]:
+        """Return none: Datasette looks through them for pages."""
+        return []
 
 
 _QUERY_TEMPLATE = (
