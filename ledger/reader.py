@@ -6,23 +6,32 @@ lifted here, one step at a time, when they are read; stored rows stay as they ar
 This file knows events and `ledger.sqlite`.
 """
 
+import contextlib
+import operator
 import os
 import shutil
 import sqlite3
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import msgspec
 
 from ledger import events as ev
-from ledger import sqlite
+from ledger import salvage, sqlite
 from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, NotALedger
 
 PAGE_EVENTS = 2_000
 """Events read at a time, each page in a read transaction of its own: a long one makes a live log's `-wal` grow."""
+
+PATIENCE_TRIES = 100
+PATIENCE_S = 0.002
+"""To a reader that may not write, SQLite answers "read-only" at the moment of a commit; a moment later it reads."""
+
+T = TypeVar("T")
 
 End: TypeAlias = Literal["closed", "torn", "live"]
 """How a log ends: with `log_closed`, without it, or not yet, because an engine writes it."""
@@ -73,6 +82,7 @@ class LogFile:
         self._tolerate = tolerate
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self._immutable = False
+        self._salvaged = False
         self._file = self._find()
         self._connection = self._connect()
         try:
@@ -96,9 +106,7 @@ class LogFile:
     def close(self) -> None:
         """Close the file. Nothing stays behind."""
         self._connection.close()
-        if self._copy is not None:
-            self._copy.cleanup()
-            self._copy = None
+        self._drop_copy()
 
     # --- what the log is ----------------------------------------------------------------------------------------------
 
@@ -116,7 +124,6 @@ class LogFile:
     def end(self) -> End:
         """How the log ends: `closed`, `torn`, or `live`. For a sealed file: how it ended when it was sealed."""
         live = sqlite.is_live(self._file)  # asked first: a log that is closed meanwhile must not look torn
-        self._follow()
         if self._rows("SELECT kind FROM events ORDER BY seq DESC LIMIT 1") == [("log_closed",)]:
             return "closed"
         if self.sealed:
@@ -138,9 +145,7 @@ class LogFile:
 
     # --- its events ---------------------------------------------------------------------------------------------------
 
-    def events(
-        self, after_seq: int = 0, until_seq: int | None = None, *, tolerate: bool | None = None
-    ) -> Iterator[ev.AnyEvent]:
+    def events(self, after_seq: int = 0, until_seq: int | None = None) -> Iterator[ev.AnyEvent]:
         """Yield the events after `after_seq` up to `until_seq`, both places in the log, in order.
 
         Of a live log, yields what is there when the end is reached; a later call goes on from there.
@@ -149,21 +154,18 @@ class LogFile:
             FileCorrupt: an event is missing or cannot be read, and damage is not tolerated.
             FileNewer: an event is of a kind or version that this kvledger does not know.
         """
-        for page in self.pages(after_seq, until_seq, tolerate=tolerate):
+        for page in self.pages(after_seq, until_seq):
             yield from page.events
 
-    def pages(
-        self, after_seq: int = 0, until_seq: int | None = None, *, tolerate: bool | None = None
-    ) -> Iterator[Page]:
+    def pages(self, after_seq: int = 0, until_seq: int | None = None) -> Iterator[Page]:
         """Yield the same events as `events`, a page at a time, each with its line as it is stored."""
-        tolerate = self._tolerate if tolerate is None else tolerate
         after, last = after_seq, until_seq if until_seq is not None else _LAST_PLACE
         while after < last:
-            rows = self._read_page(after, last, tolerate=tolerate)
+            rows = self._read_page(after, last)
             if not rows:
                 return
-            page = self._decode(rows, tolerate=tolerate)
-            self._check_order(after, rows, page.events, tolerate=tolerate)
+            page = self._decode(rows)
+            self._check_order(after, rows, page.events)
             after = rows[-1][0]
             yield page
 
@@ -174,9 +176,9 @@ class LogFile:
             FileCorrupt: the file is damaged where the query looks.
         """
         try:
-            yield from self._connection.execute(sql)
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
+            yield from self._patiently(lambda: self._connection.execute(sql))
+        except _DAMAGE as error:
+            raise self._problem(error) from error
 
     def copy(self, target: Path) -> None:
         """Copy the log as it is now into a new file, without a write-ahead log. A live one goes on meanwhile.
@@ -188,65 +190,58 @@ class LogFile:
         copy = sqlite3.connect(target, isolation_level=None)
         try:
             # All pages in one step: a backup in several starts anew whenever the log grows.
-            self._connection.backup(copy, pages=-1)
+            self._patiently(lambda: self._connection.backup(copy, pages=-1))
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
         except sqlite3.Error as error:
             if error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
-                raise self._unreadable(error) from error
+                raise self._problem(error) from error
             raise
         finally:
             copy.close()
 
-    def _read_page(self, after: int, last: int, *, tolerate: bool) -> list[tuple[int, bytes]]:
+    def _fetch(self, sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """Return the rows of a query, of a copy of what can be read if the file is damaged and that is tolerated."""
         self._follow()
         try:
-            return self._connection.execute(_PAGE, (after, last, PAGE_EVENTS)).fetchall()
-        except sqlite3.Error as error:
-            if not tolerate:
-                raise self._unreadable(error) from error
-        return self._read_around_damage(after, last)
+            return self._patiently(lambda: self._connection.execute(sql, parameters).fetchall())
+        except _DAMAGE as error:
+            self._give_up_or_salvage(error)
+        return self._connection.execute(sql, parameters).fetchall()
 
-    def _read_around_damage(self, after: int, last: int) -> list[tuple[int, bytes]]:
-        """Return the events before the next damage, or else some that come after it; nothing if there are none."""
-        rows: list[tuple[int, bytes]] = []
-        start: int | None = after
-        while start is not None:
+    def _patiently(self, read: Callable[[], T]) -> T:
+        """Read again when SQLite says that it cannot at this moment: a live log's index was just being written."""
+        for _ in range(PATIENCE_TRIES):
             try:
-                for row in self._connection.execute(_PAGE, (start, last, PAGE_EVENTS)):
-                    rows.append(row)  # noqa: PERF402 - those before the error are kept
-            except sqlite3.Error as error:
-                if rows:
-                    return rows
-                self.damage.append(f"{self.path}: event {start + 1} cannot be read: {error}.")
-                start = self._beyond_damage(start)
+                return read()
+            except sqlite3.OperationalError as error:
+                if not error.sqlite_errorname.startswith(("SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_PROTOCOL")):
+                    raise
+            if sqlite.is_live(self._file):
+                time.sleep(PATIENCE_S)
             else:
-                return rows
+                self._reconnect()
+        return read()
+
+    def _read_page(self, after: int, last: int) -> list[tuple[int, bytes]]:
+        rows = self._fetch(_PAGE, (after, last, PAGE_EVENTS))
+        places = [after, *[seq for seq, _ in rows]]
+        if any(map(operator.ge, places, places[1:])):
+            self._give_up_or_salvage(sqlite3.DatabaseError("events come out of order"))
+            rows = self._fetch(_PAGE, (after, last, PAGE_EVENTS))
         return rows
 
-    def _beyond_damage(self, after: int) -> int | None:
-        """Return a place after which there is an event that can be read, a little further than needed at the most."""
-        step = 1
-        while after + step < _LAST_PLACE:
-            try:
-                found = self._connection.execute(_PAGE, (after + step, _LAST_PLACE, 1)).fetchone()
-            except sqlite3.Error:
-                step *= 2
-            else:
-                return None if found is None else after + step
-        return None
-
-    def _decode(self, rows: list[tuple[int, bytes]], *, tolerate: bool) -> Page:
+    def _decode(self, rows: list[tuple[int, bytes]]) -> Page:
         try:
             # One call for a page: a call for each event would cost as much again as the events.
             return Page(rows, _PAGE_DECODER.decode(b"[" + b",".join([data for _, data in rows]) + b"]"))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            pass
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError):
+            pass  # found out below which event it is; a TypeError is a NULL where a page was lost
         page = Page([], [])
         for seq, data in rows:
             try:
                 event = self._decode_one(seq, data)
             except FileCorrupt as problem:
-                if not tolerate:
+                if not self._tolerate:
                     raise
                 self.damage.append(str(problem))
             else:
@@ -264,12 +259,12 @@ class LogFile:
             if isinstance(tag, str) and tag not in ev.KINDS:
                 raise FileNewer(f"{self.path}: event {seq} is a '{tag}', which this kvledger does not know. {_UPGRADE}")
             return _DECODER.decode(msgspec.json.encode(fields))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FileCorrupt(f"{self.path}: event {seq} cannot be read: {error}. {_COPY_AGAIN}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+            raise FileCorrupt(
+                f"{self.path}: event {seq} cannot be read: {sqlite.brief(error)}. {_COPY_AGAIN}"
+            ) from error
 
-    def _check_order(
-        self, after: int, rows: list[tuple[int, bytes]], events: list[ev.AnyEvent], *, tolerate: bool
-    ) -> None:
+    def _check_order(self, after: int, rows: list[tuple[int, bytes]], events: list[ev.AnyEvent]) -> None:
         places = [seq for seq, _ in rows]
         if places == [event.seq for event in events] and places[-1] - after == len(places):
             return
@@ -287,7 +282,7 @@ class LogFile:
                 for seq, event in zip(places, events, strict=True)
                 if seq != event.seq
             )
-        if problems and not tolerate:
+        if problems and not self._tolerate:
             raise FileCorrupt(f"{self.path}: {problems[0]}. {_COPY_AGAIN}")
         self.damage.extend(f"{self.path}: {problem}." for problem in problems)
 
@@ -343,39 +338,61 @@ class LogFile:
 
     def _follow(self) -> None:
         """A log that had no `-wal` when it was opened may have got one: its engine was just starting."""
-        if self._immutable and sqlite.wal_path(self._file).exists() and sqlite.is_live(self._file):
-            self._connection.close()
-            self._connection = self._connect()
+        if self._salvaged or not self._immutable:
+            return
+        if sqlite.wal_path(self._file).exists() and sqlite.is_live(self._file):
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        self._connection.close()
+        self._drop_copy()
+        self._connection = self._connect()
+
+    def _drop_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.cleanup()
+            self._copy = None
 
     def _check_owner(self) -> None:
         try:
-            self._check_mark()
-        except sqlite3.DatabaseError as error:
+            ((found,),) = self._patiently(lambda: self._connection.execute("PRAGMA application_id").fetchall())
+            ours = found == sqlite.APPLICATION_ID
+        except sqlite3.Error as error:
             if error.sqlite_errorname == "SQLITE_NOTADB":
                 raise NotALedger(
                     f"{self.path}: is not a SQLite database. Name a .db file that kvledger wrote."
                 ) from error
             if not error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
                 raise LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.") from error
-            self._salvage(error)
-
-    def _check_mark(self) -> None:
-        (found,) = self._connection.execute("PRAGMA application_id").fetchone()
-        if found != sqlite.APPLICATION_ID:
+            ours = salvage.is_ours(self._file)
+            if ours:
+                self._give_up_or_salvage(error)
+        if not ours:
             raise NotALedger(f"{self.path}: is another program's database. Name a .db file that kvledger wrote.")
 
-    def _salvage(self, error: sqlite3.Error) -> None:
-        """Go on with a file that is shorter than its header says, if damage is tolerated."""
-        # SQLite then reads the pages that are there. Nothing is written: the connection cannot.
-        self._connection.execute("PRAGMA writable_schema = ON")
-        try:
-            self._check_mark()
-        except sqlite3.Error:
-            raise FileCorrupt(f"{self.path}: is damaged at its start: {error}. {_COPY_AGAIN}") from error
-        problem = self._unreadable(error)
-        if not self._tolerate:
+    def _give_up_or_salvage(self, error: Exception) -> None:
+        """Raise what is wrong with the file or, if damage is tolerated, go on with a copy of what can be read."""
+        problem = self._problem(error)
+        if not self._tolerate or self._salvaged or not isinstance(problem, FileCorrupt):
             raise problem from error
         self.damage.append(str(problem))
+        self._salvaged = True
+        meta = self._meta_if_readable()
+        self._connection.close()
+        self._drop_copy()
+        self._copy = tempfile.TemporaryDirectory(prefix="kvledger-")
+        copy = Path(self._copy.name) / "salvaged.db"
+        salvage.copy(self._file, copy, meta)
+        self._connection = sqlite.open_to_read(copy, immutable=True)
+
+    def _meta_if_readable(self) -> list[tuple[str, str]]:
+        try:
+            # SQLite then reads a file that is shorter than its header says. It writes nothing: the connection cannot.
+            self._connection.execute("PRAGMA writable_schema = ON")
+            rows = self._connection.execute("SELECT key, value FROM meta").fetchall()
+            return [(key.decode(), value.decode()) for key, value in rows]
+        except (*_DAMAGE, AttributeError):  # a NULL where a page was lost has no text
+            return []
 
     def _check_revisions(self) -> tuple[str, ...]:
         revisions = tuple(sorted(name for (name,) in self._rows("SELECT version_num FROM alembic_version")))
@@ -386,30 +403,28 @@ class LogFile:
 
     def _check_ends(self) -> None:
         """Look at both ends of the log: a file that was cut has lost the second one."""
-        try:
-            _ = self.first_seq, self.last_seq
-        except FileCorrupt as problem:
-            if not self._tolerate:
-                raise
-            self.damage.append(str(problem))
+        _ = self.first_seq, self.last_seq
 
-    def _unreadable(self, error: sqlite3.Error) -> FileCorrupt:
-        first = last = 0
-        try:
-            for (seq,) in self._connection.execute("SELECT seq FROM events ORDER BY seq"):
-                first, last = first or seq, seq
-        except sqlite3.Error:
-            pass  # that is what is being reported
-        readable = f"only events {first} to {last} can be read" if last else "no event can be read"
-        return FileCorrupt(f"{self.path}: is damaged or cut off, {readable} ({error}). {_COPY_AGAIN}")
+    def _problem(self, error: Exception) -> LedgerFileError:
+        """Return what an error of SQLite means for whoever reads this file."""
+        if isinstance(error, sqlite3.Error):
+            name = getattr(error, "sqlite_errorname", None) or ""
+            if name.startswith(_NOT_THE_FILE):
+                return LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.")
+        first = last = count = 0
+        with contextlib.suppress(OSError):
+            for seq, _ in salvage.events(self._file):
+                first, last, count = min(first or seq, seq), max(last, seq), count + 1
+        readable = f"{count} events from {first} to {last} can still be read" if count else "no event can be read"
+        return FileCorrupt(f"{self.path}: is damaged or cut off, {readable} ({sqlite.brief(error)}). {_COPY_AGAIN}")
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         return [
-            tuple(value.decode() if isinstance(value, bytes) else value for value in row) for row in self.query(query)
+            tuple(value.decode(errors="replace") if isinstance(value, bytes) else value for value in row)
+            for row in self._fetch(query)
         ]
 
     def _seq(self, query: str) -> int:
-        self._follow()
         return self._rows(query)[0][0] or 0
 
 
@@ -421,6 +436,14 @@ def _can_use(connection: sqlite3.Connection) -> bool:
         return error.sqlite_errorname.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
     return True
 
+
+_DAMAGE = (sqlite3.Error, UnicodeDecodeError)
+"""What reading a damaged file ends in. The second is Python's, over an error of SQLite's that quotes what it found."""
+
+_NOT_THE_FILE = tuple(
+    f"SQLITE_{name}" for name in ("BUSY", "READONLY", "PROTOCOL", "IOERR", "CANTOPEN", "NOMEM", "FULL")
+)
+"""Errors of SQLite's that say nothing about what the file holds."""
 
 _PAGE = "SELECT seq, data FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
 _LAST_PLACE = 2**63 - 1

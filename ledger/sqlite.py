@@ -46,6 +46,9 @@ AUTOCHECKPOINT_PAGES = 1_000
 JOURNAL_LIMIT_BYTES = 16 * 1024 * 1024
 """What a `-wal` that a long reader made grow is cut back to, once the reader has gone: four times its usual size."""
 
+MESSAGE_LIMIT = 160
+"""Characters of a foreign error's text in a line of ours: two lines of a terminal, when it is a long one."""
+
 
 def wal_path(path: Path) -> Path:
     """Return where SQLite keeps the write-ahead log of `path`."""
@@ -142,6 +145,12 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
+def brief(error: Exception) -> str:
+    """Return what an error says as part of one line: SQLite may quote whole statements out of a damaged file."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MESSAGE_LIMIT else f"{text[:MESSAGE_LIMIT]}..."
+
+
 def explain(error: Exception) -> str:
     """Return what an error means and what to do about it, in half a line without a full stop."""
     if isinstance(error, sqlite3.Error):
@@ -149,10 +158,10 @@ def explain(error: Exception) -> str:
         for prefix, text in _MEANINGS:
             if name.startswith(prefix):
                 return text
-        return f"SQLite says: {error}"
+        return f"SQLite says: {brief(error)}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {brief(error)}"
 
 
 _MEANINGS = (

@@ -83,7 +83,7 @@ def closed_log(path: Path, events: int = 1_000) -> Path:
 
 
 WRITE_UNTIL_KILLED = """
-import sys
+import signal, sys
 from pathlib import Path
 from ledger import events as ev
 from tests.unit.log_files import append_requests, new_log
@@ -97,14 +97,15 @@ append_requests(log, int(sys.argv[2]))
 if not writer.flush():
     raise SystemExit("not flushed")
 print(log.last_seq, flush=True)
-while True:
+for _ in range(100):
     append_requests(log, 200)
     writer.flush()
+signal.pause()
 """
 
 
 class Engine:
-    """A process that writes a log as fast as it can, until it is killed.
+    """A process that writes a log as fast as it can, 40,000 events of it, and then waits to be killed.
 
     Attributes:
         flushed_seq: the place up to which it had flushed before it went on to write.
