@@ -14,12 +14,17 @@ from typing import Any
 import msgspec
 
 from ledger import events as ev
+from ledger.blast import BlastRadius, blast_radius
 from ledger.blocks import Blocks
+from ledger.errors import LedgerFileError, LedgerNotWritable
 from ledger.join import Step, join
+from ledger.minimize import MAX_EVENTS, Minimal, minimize
+from ledger.questions import Diff, Use, Why, blame, diff, why
 from ledger.reader import LogFile, open_log
 from ledger.replay import Replay, Result, until
 from ledger.state import State
 from ledger.verdicts import Finding
+from ledger.writer import Database
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -302,3 +307,71 @@ def lines_of(path: Path) -> Iterator[bytes]:
     with open_log(path) as log:
         for page in log.pages():
             yield b"\n".join([data for _, data in page.rows]) + b"\n"
+
+
+def ask_why(path: Path, request: str, moment: Moment | None = None, progress: Progress | None = None) -> Why | None:
+    """Return why a request of a log ended as it did; None if the log does not know it.
+
+    Raises:
+        LedgerFileError: the file cannot be read.
+    """
+    log = replay_files([path], moment=moment, interest=Interest(request=request), progress=progress).logs[0]
+    return why(request, log.events_of_interest, log.result)
+
+
+def ask_blame(path: Path, block: tuple[int, int], progress: Progress | None = None) -> list[Use]:
+    """Return who owned, pinned, read and wrote a block of a log.
+
+    Raises:
+        LedgerFileError: the file cannot be read.
+    """
+    log = replay_files([path], interest=Interest(block=block), progress=progress).logs[0]
+    return blame(log.events_of_interest)
+
+
+def ask_diff(path: Path, earlier: Moment, later: Moment) -> tuple[Diff, int, int]:
+    """Return what changed between two moments of a log, and the places of the last events before each.
+
+    Raises:
+        LedgerFileError: the file cannot be read.
+    """
+    before, first = state_at(path, earlier)
+    after, last = state_at(path, later)
+    places = first.seq if first is not None else 0, last.seq if last is not None else 0
+    if places[0] > places[1]:
+        before, after, places = after, before, (places[1], places[0])
+    with open_log(path) as log:
+        return diff(before, after, log.events(after_seq=places[0], until_seq=places[1])), *places
+
+
+def ask_blast_radius(paths: Sequence[Path], job: int) -> BlastRadius | None:
+    """Return how far the wrong KV of a job has come through the logs; None if none has that job.
+
+    Raises:
+        LedgerFileError: a file cannot be read.
+    """
+    return blast_radius([partial(_again, path, None) for path in paths], job)
+
+
+def minimize_file(
+    path: Path, kind: str, target: Path, progress: Callable[[int, int], None] | None = None
+) -> Minimal | None:
+    """Write the smallest log that still has a finding of `kind` to a new file; None if the log has none.
+
+    Raises:
+        LedgerFileError: the file cannot be read, or is too long to be minimized.
+        LedgerNotWritable: the target cannot be written.
+    """
+    if target.exists():
+        raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.")
+    with open_log(path) as log:
+        if log.last_seq > MAX_EVENTS:
+            raise LedgerFileError(f"{path}: has {log.last_seq:,} events; at most {MAX_EVENTS:,} can be minimized.")
+        meta, ending = log.meta, log.end
+        smaller = minimize(list(log.events()), kind, ending, progress)
+    if smaller is not None:
+        database = Database(target)
+        database.create({**meta, "minimized_from": path.name})
+        database.append(msgspec.json.encode(smaller.events))
+        database.close()
+    return smaller

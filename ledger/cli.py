@@ -123,6 +123,95 @@ def state(file: Path, moment: Moment | None, as_json: bool) -> int:
 
 
 @cli.command()
+@click.argument("file", type=FILE)
+@click.argument("request")
+@click.option("--until", "moment", type=MomentType(), help="Look as far as that event or UTC time.")
+def why(file: Path, request: str, moment: Moment | None) -> int:
+    """Say what led to the end of REQUEST, or to where it stands."""
+    from ledger import report
+    from ledger.case import ask_why
+
+    with _progress() as progress:
+        answer = ask_why(file, request, moment, progress)
+    if answer is None:
+        raise click.UsageError(f"{file} knows no request '{request}'; ids may be hashed (hash_request_ids)")
+    _print(report.why_lines(answer))
+    return FOUND if answer.findings else OK
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+@click.argument("block", type=BlockType())
+def blame(file: Path, block: tuple[int, int]) -> int:
+    """Say who owned, pinned, read and wrote BLOCK, written as group and number: 0:17."""
+    from ledger import report
+    from ledger.case import ask_blame
+
+    with _progress() as progress:
+        uses = ask_blame(file, block, progress)
+    _print(report.blame_lines(block, uses))
+    return OK
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+@click.argument("earlier", type=MomentType())
+@click.argument("later", type=MomentType())
+def diff(file: Path, earlier: Moment, later: Moment) -> int:
+    """Say what changed between two moments, each an event or a UTC time."""
+    from ledger import report
+    from ledger.case import ask_diff
+
+    changes, first_seq, last_seq = ask_diff(file, earlier, later)
+    _print(report.diff_lines(changes, first_seq, last_seq))
+    return OK
+
+
+@cli.command("blast-radius")
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.option("--job", type=int, required=True, help="The store job whose KV is wrong.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as data.")
+def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
+    """Say how far wrong KV has come: keys, requests that loaded them, and what those stored.
+
+    Several FILES are the logs of engines that share a store.
+    """
+    from ledger import report
+    from ledger.case import ask_blast_radius
+
+    radius = ask_blast_radius(files, job)
+    if radius is None:
+        raise click.UsageError(f"none of the files has a store job {job}")
+    names = [str(file) for file in files]
+    if as_json:
+        _print_json(report.radius_data(radius, names))
+    else:
+        _print(report.radius_lines(radius, names))
+    return FOUND if radius.judged else OK
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+@click.option("--finding", "kind", required=True, metavar="KIND", help="The kind of finding that must stay.")
+@click.option("-o", "--output", type=FILE, required=True, help="The file to write; it must not exist.")
+def minimize(file: Path, kind: str, output: Path) -> int:
+    """Write the smallest log that still has a finding, for a bug report."""
+    from ledger import words
+    from ledger.case import minimize_file
+
+    smaller = minimize_file(file, kind, output)
+    if smaller is None:
+        raise click.UsageError(f"{file} has no finding of the kind '{kind}'")
+    _print(
+        [
+            f"{output}: {words.plural(len(smaller.events), 'event')} left",
+            f"{smaller.finding.kind} ({smaller.finding.certainty}): {smaller.finding.title}",
+        ]
+    )
+    return OK
+
+
+@cli.command()
 @click.argument("source", type=FILE)
 @click.argument("target", type=FILE)
 def seal(source: Path, target: Path) -> int:

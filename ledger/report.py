@@ -11,9 +11,11 @@ from typing import Any
 
 from ledger import events as ev
 from ledger import words
+from ledger.blast import BlastRadius
 from ledger.blocks import count, to_ranges
 from ledger.case import Case, LogResult
 from ledger.join import Step
+from ledger.questions import Diff, Use, Why
 from ledger.replay import Result
 from ledger.state import State
 from ledger.story import Calls, Durations, Slow
@@ -311,6 +313,81 @@ def interest_section(log: LogResult, name: str) -> Iterator[str]:
         yield from _event("", event)
 
 
+def why_lines(answer: Why) -> Iterator[str]:
+    """Yield why a request ended as it did."""
+    yield from _wrap("", f"{answer.answer}.")
+    yield ""
+    yield "Because, the nearest cause first"
+    for line in answer.because:
+        yield from _wrap("  ", line, hanging=4)
+    if answer.findings:
+        yield ""
+        yield "Findings about it, earliest cause first"
+        for finding in answer.findings:
+            yield from _wrap("  ", f"{finding.kind} ({finding.certainty}): {finding.title}", hanging=4)
+            yield from _wrap("    ", f"look at: {finding.culprit}", hanging=6)
+            yield from _wrap("    ", f"do next: {finding.advice}", hanging=6)
+
+
+def blame_lines(block: tuple[int, int], uses: Sequence[Use]) -> Iterator[str]:
+    """Yield who used a block."""
+    yield f"Block {block[0]}:{block[1]}: {words.plural(len(uses), 'use')} on record"
+    for use in uses:
+        yield from _wrap(f"  {use.what:<9}", f"by {use.by}, {_when(use)}")
+    if not uses:
+        yield "  No job, load or transfer of this log names it."
+
+
+def _when(use: Use) -> str:
+    if use.last is None:
+        return f"from event {use.first.seq} on ({words.clock(use.first.ts_ns)})"
+    if use.last is use.first:
+        return f"until event {use.last.seq} ({words.clock(use.last.ts_ns)})"
+    took = words.span(use.last.ts_ns - use.first.ts_ns)
+    return f"from event {use.first.seq} to {use.last.seq} ({words.clock(use.first.ts_ns)}, {took})"
+
+
+def diff_lines(changes: Diff, first_seq: int, last_seq: int) -> Iterator[str]:
+    """Yield what changed between two moments."""
+    yield f"From event {first_seq} to event {last_seq}"
+    yield from _row("Pinned", f"{changes.pinned_blocks[0]:,} blocks became {changes.pinned_blocks[1]:,}")
+    yield from _row("Begun", words.listed(changes.begun, 20) or "nothing")
+    yield from _row("Ended", words.listed(changes.ended, 20) or "nothing")
+    for line in changes.moved:
+        yield from _row("Changed", line)
+    events = ", ".join(f"{kind} {number:,}" for kind, number in changes.kinds.items())
+    yield from _row("Events", events or "none")
+
+
+def radius_lines(radius: BlastRadius, names: Sequence[str]) -> Iterator[str]:
+    """Yield how far the wrong KV of a job has come."""
+    judged = (
+        "as the poison verdict names them"
+        if radius.judged
+        else "all that it stored; no verdict says that it is poisoned"
+    )
+    yield from _wrap(
+        "", f"Store job {radius.job} in {names[radius.log]}: {words.plural(len(radius.keys), 'key')}, {judged}"
+    )
+    for key in radius.keys[:50]:
+        yield f"  {key}"
+    if len(radius.keys) > 50:
+        yield f"  and {len(radius.keys) - 50} more; --json has all"
+    yield ""
+    yield f"Requests reached: {words.plural(len(radius.reached), 'request') if radius.reached else 'none in these logs'}"
+    for spread in radius.reached:
+        how = f"loaded key {spread.key}" if spread.how == "loaded" else "shared blocks with a request that was reached"
+        who = words.request(spread.request, spread.generation)
+        yield from _wrap("  ", f"{who} in {names[spread.log]}: {how} at event {spread.seq}", hanging=4)
+    if radius.derived:
+        yield ""
+        yield f"Keys stored by them afterwards, from wrong KV: {len(radius.derived):,}"
+        for key, (log, request) in list(radius.derived.items())[:50]:
+            yield from _wrap("  ", f"{key} by request {request} in {names[log]}", hanging=4)
+    if not radius.complete:
+        yield "The chain is longer than what was followed; there may be more."
+
+
 def state_lines(state: State, last: ev.Event | None) -> Iterator[str]:
     """Yield a whole book as text."""
     book = state.book
@@ -386,6 +463,32 @@ def data(case: Case) -> dict[str, Any]:
                 for index, log in enumerate(case.logs)
             ],
         },
+    }
+
+
+def radius_data(radius: BlastRadius, names: Sequence[str]) -> dict[str, Any]:
+    """Return a blast radius as data."""
+    return {
+        "job": radius.job,
+        "file": names[radius.log],
+        "judged": radius.judged,
+        "complete": radius.complete,
+        "keys": radius.keys,
+        "reached": [
+            {
+                "file": names[spread.log],
+                "request": spread.request,
+                "generation": spread.generation,
+                "seq": spread.seq,
+                "how": spread.how,
+                "key": spread.key,
+                "round": spread.round,
+            }
+            for spread in radius.reached
+        ],
+        "derived": [
+            {"key": key, "file": names[log], "request": request} for key, (log, request) in radius.derived.items()
+        ],
     }
 
 

@@ -349,23 +349,16 @@ class Poison(Verdict):
 
     @staticmethod
     def _time_line(hits: list[_Hit]) -> Iterable[str]:
-        """Yield the history of the first few blocks: who had it when, and the call in between."""
-        told: set[Block] = set()
-        for hit in hits:
-            for block in hit.blocks:
-                if block in told or len(told) >= 3:
-                    continue
-                told.add(block)
-                released, grant, finished = hit.grant.released, hit.grant.event, hit.finished
-                until = (
-                    f"until event {released.seq}" if released is not None else f"until event {grant.seq} at the latest"
-                )
-                ended = f"to {finished.seq}" if finished is not None else "on, and has not returned"
-                yield (
-                    f"block {block[0]}:{block[1]}: {words.request(hit.work.request, hit.work.generation)} {until}; "
-                    f"{words.request(grant.request, grant.generation)} from event {grant.seq}; "
-                    f"{hit.started.op} {hit.started.transfer} of {hit.work.name} from event {hit.started.seq} {ended}"
-                )
+        """Yield the history of the blocks of the first few calls: who had them when, and the call in between."""
+        for hit in hits[:3]:
+            released, grant, finished = hit.grant.released, hit.grant.event, hit.finished
+            until = f"until event {released.seq}" if released is not None else f"until event {grant.seq} at the latest"
+            ended = f"to {finished.seq}" if finished is not None else "on, and has not returned"
+            yield (
+                f"blocks {words.blocks(_grouped(hit.blocks))}: {words.request(hit.work.request, hit.work.generation)} "
+                f"{until}; {words.request(grant.request, grant.generation)} from event {grant.seq}; "
+                f"{hit.started.op} {hit.started.transfer} of {hit.work.name} from event {hit.started.seq} {ended}"
+            )
 
 
 def _key(event: ev.TransferStarted) -> tuple[str, int | str]:
