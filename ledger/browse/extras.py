@@ -52,10 +52,11 @@ def add(path: Path, progress: Callable[[int], None] | None = None) -> None:
 
 def _fill(connection: sqlite3.Connection, path: Path, progress: Callable[[int], None] | None) -> None:
     done = 0
+    ranges = BlockRanges()
 
     def look(chunk: list[ev.AnyEvent]) -> None:
         nonlocal done
-        connection.executemany("INSERT INTO block_ranges VALUES (?, ?, ?, ?)", ranges_of(chunk))
+        connection.executemany("INSERT INTO block_ranges VALUES (?, ?, ?, ?)", ranges.rows(chunk))
         done += len(chunk)
         if progress is not None:
             progress(done)
@@ -84,30 +85,56 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[Row]) -> 
         connection.execute(f"INSERT INTO {table} ({names}) VALUES ({values})", tuple(row.values()))  # noqa: S608 - names of ours
 
 
-# --- which event names which block ------------------------------------------------------------------------------------
+# --- which event concerns which block ---------------------------------------------------------------------------------
+
+Run: TypeAlias = tuple[int, int, int]
+"""A group, and the lowest and the highest block of a run."""
 
 
-def ranges_of(events: Iterable[ev.Event]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield group, lowest and highest block, and place, of each run of blocks that each event names, each once."""
-    for event in events:
-        runs = set(_runs(getattr(event, "blocks", ())))
+class BlockRanges:
+    """Finds the runs of blocks that each event concerns: those it names, and those of the work that it ends.
+
+    A call's end does not name the blocks again, and neither does the end of a load or of a P/D transfer; but for the
+    story of a block it is the moment from which nobody reads or writes it any more.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[object, ...], set[Run]] = {}
+
+    def rows(self, events: Iterable[ev.Event]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the rows of `block_ranges` for events in the order of the log."""
+        for event in events:
+            for run in sorted(self._runs(event)):
+                yield *run, event.seq
+
+    def _runs(self, event: ev.Event) -> set[Run]:
+        runs = _runs(getattr(event, "blocks", ()))
         match event:
-            case ev.RankLoaded():
-                runs.update(_runs(event.invalid))
-                for failure in event.failures:
-                    runs.update(_runs(failure.blocks))
+            case ev.TransferStarted():
+                self._open["call", event.transfer, event.rank, event.peer] = runs
+            case ev.LoadPlanned():
+                self._open["load", event.load] = runs
+            case ev.SendReady():
+                self._open["send", event.request] = runs
+            case ev.RecvRegistered():
+                self._open["recv", event.request] = runs
             case ev.TransferFinished():
-                runs.update((each.group, each.block, each.block) for each in event.failures if each.block >= 0)
+                runs |= self._open.pop(("call", event.transfer, event.rank, event.peer), set())
+            case ev.LoadSettled():
+                runs |= self._open.pop(("load", event.load), set())
+            case ev.SendSettled() | ev.SendExpired():
+                runs |= self._open.pop(("send", event.request), set())
+            case ev.RecvSettled():
+                runs |= self._open.pop(("recv", event.request), set())
+            case ev.RankLoaded():
+                runs |= _runs(event.invalid)
             case _:
                 pass
-        for group, low, high in sorted(runs):
-            yield group, low, high, event.seq
+        return runs
 
 
-def _runs(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
-    for group, ranges in blocks:
-        for first, last in ranges:
-            yield group, min(first, last), max(first, last)
+def _runs(blocks: Blocks) -> set[Run]:
+    return {(group, min(first, last), max(first, last)) for group, ranges in blocks for first, last in ranges}
 
 
 # --- what went wrong --------------------------------------------------------------------------------------------------

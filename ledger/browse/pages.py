@@ -16,7 +16,7 @@ from ledger.browse.queries import Query
 TABLES: dict[str, tuple[str, str]] = {
     "events": ("Events", "Every event, in order. Open a sentence to see the whole event."),
     "requests": ("Requests", "One row for each life of a request: a preempted request comes back as a new generation."),
-    "jobs": ("Store jobs", "One row for each store job. On a job's own page, its number leads to all its events."),
+    "jobs": ("Store jobs", "One row for each store job. On its own page, its number leads to all its events."),
     "loads": (
         "Loads",
         "One row for each load from the store. On a load's own page, its number leads to all its events.",
@@ -25,7 +25,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "findings": ("Findings", "What went wrong, earliest cause first."),
     "open_work": ("Open work", "What had not ended at the end of the log."),
     "timeline": ("Time line", "How much was open and pinned at the most, in each of a few hundred intervals."),
-    "block_ranges": ("Block ranges", "Which events name which blocks."),
+    "block_ranges": ("Block ranges", "Which events concern which blocks."),
     "meta": ("Who wrote the log", "Written once, when the log was made."),
     "seal": ("The seal", "How the log was sealed. kvledger verify checks a file against it."),
     "chain": ("Hash chain", "One link for each event, so that a changed event can be named."),
@@ -98,9 +98,14 @@ def _facts(facts: Facts) -> Markup:
     rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     rows.append(("Events", _span(facts)))
     rows.append(("End", _ENDS.get(facts.end, "")))
-    rows.append(("Times", f"shown in {zone()}; point at one for UTC in nanoseconds"))
+    rows.append(("Times", f"{_zones()}; point at one for its nanoseconds"))
     shown = [Markup("<dt>{}</dt><dd>{}</dd>").format(name, value) for name, value in rows if value]
     return Markup('<dl class="kv-facts">{}</dl>').format(Markup().join(shown))
+
+
+def _zones() -> str:
+    local = zone()
+    return local if local == "UTC" else f"in {local}; within sentences in UTC"
 
 
 _ENDS = {

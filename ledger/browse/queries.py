@@ -11,6 +11,10 @@ STORY_EVENTS = 1_000
 """Events of a story: Datasette's own limit of rows."""
 
 
+STORY_REQUESTS = 20
+"""Requests that the beginning of an id may mean: more is no story."""
+
+
 class Query(msgspec.Struct, frozen=True):
     """A stored query.
 
@@ -166,9 +170,12 @@ WITH
   named AS (
     SELECT request FROM exact
     UNION
-    SELECT request FROM requests
-    WHERE :request <> '' AND request >= :request AND request < :request || char(1114111)
-      AND NOT EXISTS (SELECT 1 FROM exact)
+    SELECT * FROM (
+      SELECT DISTINCT request FROM requests
+      WHERE :request <> '' AND request >= :request AND request < :request || char(1114111)
+        AND NOT EXISTS (SELECT 1 FROM exact)
+      LIMIT {STORY_REQUESTS}
+    )
   ),
   places AS (
     SELECT seq FROM events WHERE request IN (SELECT request FROM named)
@@ -191,8 +198,8 @@ ORDER BY seq
     Query(
         "block_story",
         "The story of one block",
-        "All events that name a block: who pinned it, read it, wrote it, freed it. A block is a group and a number; "
-        f"no group is group 0. The last {STORY_EVENTS:,} events.",
+        "Who pinned it, read it, wrote it, gave it up. A block is a group and a number; no group means group 0. "
+        f"The last {STORY_EVENTS:,} events.",
         f"""
 WITH places AS (
   SELECT DISTINCT seq

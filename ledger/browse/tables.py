@@ -81,7 +81,7 @@ block_ranges = Table(
     _integer("block_group", "The KV-cache group."),
     _integer("first_block", "The lowest block of a run."),
     _integer("last_block", "The highest block of that run."),
-    _integer("seq", "The event that names it."),
+    _integer("seq", "The event that concerns it."),
 )
 
 INDEXES = (
