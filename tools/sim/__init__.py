@@ -1,4 +1,6 @@
-"""The simulator's parts: vLLM's real scheduler and the plugin's real code, with workers, GPU memory and store in virtual time.
+"""The simulator's parts.
+
+vLLM's scheduler and the plugin's code are real; workers, GPU memory and store are simulated, in virtual time.
 
     plan       what happens in a run: the engine's shape and a list of decisions, drawn from a seed; knows no vLLM
     clock      virtual time, and suspended calls that wait in it; knows nothing else

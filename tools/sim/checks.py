@@ -1,9 +1,9 @@
 """What must hold after every step, and at the end of a run.
 
-The checks keep their own account, from what was seen on the way: the metadata that the workers got, the reports that reached the
-scheduler, what the connector did to the block pool, and vLLM's own block tables. They read the plugin's book only to compare it
-with that account, and share no code with `ledger.state`; the one use of it is the shadow, which folds the drained events as a replay
-would.
+The checks keep their own account, from what was seen on the way: the metadata that the workers got, the reports that
+reached the scheduler, what the connector did to the block pool, and vLLM's own block tables. They read the plugin's
+book only to compare it with that account, and share no code with `ledger.state`; the one use of it is the shadow,
+which folds the drained events as a replay would.
 
     poison      a key holds the KV of another prefix
     ownership   a transfer touches a block that is not held for it
@@ -130,7 +130,7 @@ class Checks:
     Args:
         shape: the engine.
         clock: the run's time.
-        only: look for this kind alone and let others pass; None to stop at the first of any kind.
+        only: look for these kinds alone and let others pass; None to stop at the first of any kind.
 
     Attributes:
         broken: the first check that failed.
@@ -138,7 +138,7 @@ class Checks:
         seen: how often things happened, to know what a run covered.
     """
 
-    def __init__(self, shape: Shape, clock: Clock, only: str | None = None) -> None:
+    def __init__(self, shape: Shape, clock: Clock, only: frozenset[str] | None = None) -> None:
         self.clock = clock
         self.broken: Broken | None = None
         self.passed_over: dict[str, int] = {}
@@ -165,7 +165,7 @@ class Checks:
 
     def fail(self, kind: str, detail: str) -> None:
         """Note that a check failed; the run ends with this step."""
-        if self._only is not None and kind != self._only:
+        if self._only is not None and kind not in self._only:
             self.passed_over[kind] = self.passed_over.get(kind, 0) + 1
             return
         if self.broken is None:
@@ -211,7 +211,9 @@ class Checks:
             self.fail("ownership", f"rank {rank} reads block {block} for job {item.store_job_id}, which is not open")
             return
         if block not in job.epochs:
-            self.fail("ownership", f"rank {rank} reads block {block} for job {item.store_job_id}, which does not name it")
+            self.fail(
+                "ownership", f"rank {rank} reads block {block} for job {item.store_job_id}, which does not name it"
+            )
         else:
             self._held(rank, "reads", block, job.epochs[block], f"job {item.store_job_id} of {job.request}")
 
@@ -228,7 +230,9 @@ class Checks:
     def _held(self, rank: int, does: str, block: int, epoch: int, what: str) -> None:
         if self._epochs[block] != epoch:
             owner = self._owner(block)
-            self.fail("ownership", f"rank {rank} {does} block {block} for {what}, but it was given to {owner} meanwhile")
+            self.fail(
+                "ownership", f"rank {rank} {does} block {block} for {what}, but it was given to {owner} meanwhile"
+            )
         elif self.pool.blocks[block].ref_cnt == 0:
             self.fail("ownership", f"rank {rank} {does} block {block} for {what}, but it is free for anybody")
 
@@ -272,7 +276,9 @@ class Checks:
     def _registered(self, req_meta: ReqMeta, ranks: list[int]) -> None:
         number = req_meta.store_job_id
         if number is None or number < self.next_job:
-            self.fail("rule", f"a save of {req_meta.req_id} goes to the workers under the id {number}, which is not new")
+            self.fail(
+                "rule", f"a save of {req_meta.req_id} goes to the workers under the id {number}, which is not new"
+            )
             return
         self.next_job = number + 1
         blocks = [put.block_id for put in req_meta.boundary_puts or ()]
@@ -289,7 +295,9 @@ class Checks:
         if spec is not None:
             for size, ids in zip(self._block_sizes, req_meta.block_ids, strict=True):
                 blocks.extend(
-                    block for block in ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)] if block
+                    block
+                    for block in ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]
+                    if block
                 )
         return blocks
 
@@ -387,7 +395,9 @@ class Checks:
             block = next(number for number, held in enumerate(watched.held) if held != expected[number])
             jobs = [number for number, job in self.jobs.items() if block in job.blocks]
             self.fail(
-                "pins", f"the connector holds {watched.held[block]} references on block {block}; open jobs that read it: {jobs}"
+                "pins",
+                f"the connector holds {watched.held[block]} references on block {block}; open jobs that read it: "
+                f"{jobs}",
             )
         requests = self.scheduler.requests
         for manager in self._managers:
@@ -424,7 +434,9 @@ class Checks:
         for request, load in self.loads.items():
             booked_load = book.loads[book.loading[request]]
             if list(booked_load.waiting) != load.waiting:
-                self.fail("book", f"{request}'s load waits for {booked_load.waiting} in the book, {load.waiting} in fact")
+                self.fail(
+                    "book", f"{request}'s load waits for {booked_load.waiting} in the book, {load.waiting} in fact"
+                )
         live = {name for name, request in self.scheduler.requests.items() if not request.is_finished()}
         if book.requests.keys() != live:
             self.fail("book", f"the book knows requests {sorted(book.requests)}, vLLM {sorted(live)}")
@@ -432,7 +444,10 @@ class Checks:
         for name, record in book.requests.items():
             request = self.scheduler.requests[name]
             if record.generation != request.num_preemptions + 1:
-                self.fail("book", f"{name} is in generation {record.generation} in the book, {request.num_preemptions + 1} in fact")
+                self.fail(
+                    "book",
+                    f"{name} is in generation {record.generation} in the book, {request.num_preemptions + 1} in fact",
+                )
             if record.state not in _states_of(request.status, name in self.loads):
                 self.fail("book", f"{name} is {record.state} in the book, and {request.status.name} for vLLM")
 
@@ -451,12 +466,15 @@ class Checks:
             self.fail("rule", detail)
         feed.complaints.clear()
         if feed.shadow.encode() != self.log.state.encode():
-            self.fail("fold", f"the log folds to {feed.shadow.digest()[:12]}, the live state is {self.log.state.digest()[:12]}")
+            self.fail(
+                "fold",
+                f"the log folds to {feed.shadow.digest()[:12]}, the live state is {self.log.state.digest()[:12]}",
+            )
 
     # --- at the end --------------------------------------------------------------------------------------------------
 
     def leftovers(self) -> tuple[set[int], set[str]]:
-        """Return the jobs and the loading requests that can never settle, because of what was lost or broken for good."""
+        """Return the jobs and the loading requests that can never settle, after what was lost or broken for good."""
         jobs = {number for number, job in self.jobs.items() if job.quarantined or job.lost}
         return jobs, {request for request, load in self.loads.items() if load.lost}
 
@@ -468,14 +486,17 @@ class Checks:
     def at_the_end(self) -> None:
         """Check that everything settled, once faults have stopped and time was given."""
         jobs, loads = self.leftovers()
-        if self.jobs.keys() != jobs:
-            open_jobs = {number: self.jobs[number].waiting for number in self.jobs if number not in jobs}
-            self.fail("unsettled", f"jobs wait for ranks that have answered or never will: {open_jobs}")
-        if self.loads.keys() != loads:
-            self.fail("unsettled", f"loads do not settle: {sorted(self.loads.keys() - loads)}")
-        left = self.scheduler.requests.keys() - loads
-        if left:
-            states = {name: self.scheduler.requests[name].status.name for name in sorted(left)}
+        book = self.log.state.book
+        if self.jobs.keys() != jobs or book.jobs.keys() != jobs:
+            left = {number: self.jobs[number].waiting for number in self.jobs if number not in jobs}
+            booked = {number: list(job.waiting) for number, job in book.jobs.items() if number not in jobs}
+            self.fail("unsettled", f"jobs are open, and wait for ranks, in fact: {left}, in the book: {booked}")
+        if self.loads.keys() != loads or book.loading.keys() != loads:
+            left_loads, booked_loads = sorted(self.loads.keys() - loads), sorted(book.loading.keys() - loads)
+            self.fail("unsettled", f"loads are open, in fact: {left_loads}, in the book: {booked_loads}")
+        waiting = self.scheduler.requests.keys() - loads
+        if waiting:
+            states = {name: self.scheduler.requests[name].status.name for name in sorted(waiting)}
             self.fail("unsettled", f"requests do not end: {states}")
         held = {block for number in jobs for block in self.jobs[number].blocks}
         for request in loads:
@@ -484,13 +505,15 @@ class Checks:
         held.discard(0)
         free, total = self.pool.get_num_free_blocks(), self._shape.blocks - 1
         if free != total - len(held):
-            self.fail("unsettled", f"{free} of {total} blocks are free, and {len(held)} are held for what can never settle")
+            self.fail(
+                "unsettled", f"{free} of {total} blocks are free, and {len(held)} are held for what can never settle"
+            )
         if not jobs and not loads and self.scheduler.has_requests():
             self.fail("unsettled", "nothing is open, and the engine would step on for ever")
 
 
 class Feed:
-    """Drains the log as a writer would, folds it into a shadow as a replay would, and holds the events to the design's rules.
+    """Drains the log as a writer would, folds it as a replay would, and holds the events to the design's rules.
 
     Events take the way through their encoding, so that what is folded is what a file would hold.
 
@@ -499,6 +522,7 @@ class Feed:
         lines: the events as JSON, if they are kept.
         touched, freed: what the events say was done to the pool.
         complaints: rules that events broke.
+        kinds: how many events there were of each kind.
     """
 
     def __init__(self, log: Log, keep: bool, digest: Any) -> None:
@@ -510,6 +534,7 @@ class Feed:
         self.freed: list[list[int]] = []
         self.complaints: list[str] = []
         self.violations = 0
+        self.kinds: dict[str, int] = {}
         self._log = log
         self._keep = keep
         self._digest = digest
@@ -546,6 +571,8 @@ class Feed:
             if event.seq != self.count:
                 self.complaints.append(f"event {self.count} has the place {event.seq}")
             read = self._decode(line)
+            kind = read.__struct_config__.tag
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
             judge = self._judges.get(read.__class__)
             if judge is not None:
                 judge(read)

@@ -28,7 +28,8 @@ class Client:
         self._engine = engine
         self._count = count
         self._arrivals = sorted(
-            (decision for decision in plan.decisions if isinstance(decision, pl.Arrive)), key=lambda arrival: arrival.step
+            (decision for decision in plan.decisions if isinstance(decision, pl.Arrive)),
+            key=lambda arrival: arrival.step,
         )
         self._next = 0
         self._waiting: dict[str, pl.Arrive] = {}
@@ -114,7 +115,7 @@ class Client:
                 return True
 
     def _reset(self, reset: pl.Reset) -> None:
-        """Reset the prefix cache. vLLM refuses, by an error, while blocks are held by transfers; the caller lives on."""
+        """Reset the prefix cache. vLLM refuses, by an error, while transfers hold blocks; the caller lives on."""
         self._count("resets of the prefix cache")
         try:
             self._engine.scheduler.reset_prefix_cache(reset.running, reset.store)

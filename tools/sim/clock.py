@@ -1,8 +1,8 @@
 """Virtual time, and calls that wait in it.
 
-A transfer takes time; upstream's code that makes it is an ordinary function that blocks. Such a function runs here as a greenlet:
-it is suspended in the middle of the call and goes on when virtual time has come that far. That is a stack of its own, and no thread:
-one thing runs at a time, in an order that only the plan decides.
+A transfer takes time; upstream's code that makes it is an ordinary function that blocks. Such a function runs here as
+a greenlet: it is suspended in the middle of the call and goes on when virtual time has come that far. That is a stack
+of its own, and no thread: one thing runs at a time, in an order that only the plan decides.
 
 This file knows nothing of what waits.
 """

@@ -1,11 +1,12 @@
 """vLLM's scheduler with the plugin attached, stepped as vLLM's engine core steps it, in virtual time.
 
-Real: `Scheduler` or `AsyncScheduler`, its KV cache manager and block pool, `KVOutputAggregator`, and the whole of the plugin's
-connector but its writer: the log stays in memory. Modelled: the engine core's loop (`step`, or with the next step scheduled before
-the last one's output is known, `step_with_batch_queue`), and the model, which writes KV contents and makes tokens up.
+Real: `Scheduler` or `AsyncScheduler`, its KV cache manager and block pool, `KVOutputAggregator`, and the whole of the
+plugin's connector but its writer: the log stays in memory. Modelled: the engine core's loop (`step`, or with the next
+step scheduled before the last one's output is known, `step_with_batch_queue`), and the model, which writes KV contents
+and makes tokens up.
 
-vLLM keeps some request ids in sets, whose order differs from process to process, and frees blocks in that order. So that a seed
-means the same run everywhere, `_Ordered` makes these few places go in order of the id.
+vLLM keeps some request ids in sets, whose order differs from process to process, and frees blocks in that order. So
+that a seed means the same run everywhere, `_Ordered` makes these few places go in order of the id.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ from tools.sim.clock import STEP_NS, Clock
 from tools.sim.memory import Group, Memory
 from tools.sim.memory import Run as MemoryRun
 from tools.sim.store import Faults, RankStore, Store, TransferWatch
-from tools.sim.workers import Rank
+from tools.sim.workers import Place, Rank
 
 VOCABULARY = 500
 WINDOW_BLOCKS = 3
@@ -82,22 +83,19 @@ class Host(TransferWatch):
 
     def watched(self, pool: BlockPool) -> BlockPool:
         """Return what the connector gets as the block pool."""
-        ...
 
     def looked_up(self, hit_tokens: int) -> None:
         """A lookup was answered."""
-        ...
 
     def wrong(self, detail: str) -> None:
         """A step attended to wrong KV."""
-        ...
 
 
 class Direct:
     """Stands in for upstream's lookup client, which asks rank 0 over a socket: here it is a call.
 
-    With a delay it answers like upstream's asynchronous lookups: not yet, until some steps later, and then what was true at
-    first.
+    With a delay it answers like upstream's asynchronous lookups: not yet, until some steps later, and then what was
+    true at first.
     """
 
     def __init__(self, _config: object) -> None:
@@ -206,9 +204,7 @@ class SortedIds(set[str]):
 class _Ordered(Scheduler):
     """vLLM's scheduler, walking its sets of request ids in order."""
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """End requests one by one."""
         if request_ids is None or isinstance(request_ids, str):
             return super().finish_requests(request_ids, finished_status)
@@ -268,18 +264,17 @@ class Engine:
         coordinator = MooncakeStoreCoordinator.from_kv_cache_config(
             cache, config, self.block_size, self.hash_block_size
         )
+        place = Place(
+            shape,
+            coordinator,
+            tuple(cache.prefix_cacheable_group_ids),
+            self.clock,
+            faults,
+            self.books.log,
+            self.books.settings,
+        )
         self.ranks = [
-            Rank(
-                number,
-                shape,
-                coordinator,
-                tuple(cache.prefix_cacheable_group_ids),
-                RankStore(store, number, self.clock, faults, self.memory, host),
-                self.clock,
-                faults,
-                self.books.log,
-                self.books.settings,
-            )
+            Rank(number, place, RankStore(store, number, self.clock, faults, self.memory, host))
             for number in range(shape.ranks)
         ]
         self._aggregator = KVOutputAggregator(shape.ranks) if shape.ranks > 1 else None
@@ -410,7 +405,7 @@ class _Silence:
 _NOTHING_HEARD = _Silence()
 
 
-# --- configuration ------------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------------------------
 
 
 def _hash(value: Any) -> bytes:

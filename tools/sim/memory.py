@@ -1,9 +1,9 @@
 """Whose tokens each GPU block holds, on each rank: the truth that no ledger can know.
 
-The content of a block is named by the prefix that ends with it: vLLM's own block hash covers every token up to there, so two
-blocks hold the same KV exactly if their hashes are equal. A block that is not full is named by its prefix and the tokens in it.
-The model writes when a step runs, a load writes when its bytes arrive; a step that attends to a block which holds something
-else has computed wrong KV, and says so.
+The content of a block is named by the prefix that ends with it: vLLM's own block hash covers every token up to there,
+so two blocks hold the same KV exactly if their hashes are equal. A block that is not full is named by its prefix and
+the tokens in it. The model writes when a step runs, a load writes when its bytes arrive; a step that attends to a
+block which holds something else has computed wrong KV, and says so.
 
 This file knows vLLM's request objects, and nothing of schedulers, stores or ledgers.
 """
@@ -71,7 +71,7 @@ class Memory:
                 self._attend(request, group, table, start)
 
     def _write(self, request: Request, group: Group, table: Sequence[int], start: int, end: int) -> None:
-        tokens: list[int] = request._all_token_ids  # noqa: SLF001 - its public view is a slow copy
+        tokens: list[int] = request._all_token_ids
         size = group.block_size
         for index in range(start // size, (end - 1) // size + 1):
             block = table[index]
@@ -95,7 +95,7 @@ class Memory:
     def _attend_partly(self, request: Request, group: Group, block: int, start: int) -> None:
         size = group.block_size
         index = start // size
-        tokens: list[int] = request._all_token_ids  # noqa: SLF001 - as above
+        tokens: list[int] = request._all_token_ids
         full = self._named(group, request.block_hashes, tokens, index, (index + 1) * size)
         part = self._named(group, request.block_hashes, tokens, index, start)
         kept = start - index * size
@@ -115,7 +115,14 @@ class Memory:
         return (group.salt, parent, tuple(tokens[index * size : end]))
 
     def _report(
-        self, request: Request, group: Group, rank: int, low: int, ids: Sequence[int], found: list[Any], expected: list[Any]
+        self,
+        request: Request,
+        group: Group,
+        rank: int,
+        low: int,
+        ids: Sequence[int],
+        found: list[Any],
+        expected: list[Any],
     ) -> None:
         for offset, (block, got, due) in enumerate(zip(ids, found, expected, strict=False)):
             if got != due:

@@ -1,10 +1,11 @@
 """What happens in a run: the shape of the engine, and a list of decisions that clients and faults take.
 
-A plan is data. It is drawn from a seed once, before the run, so a run that fails can be made smaller by leaving decisions out, and
-saved and run again without the seed. A fault names the call it strikes by request, rank and number, not by time, so leaving out
-another decision does not move it. This file knows no vLLM.
+A plan is data. It is drawn from a seed once, before the run, so a run that fails can be made smaller by leaving
+decisions out, and saved and run again without the seed. A fault names the call it strikes by request, rank and number,
+not by time, so leaving out another decision does not move it. This file knows no vLLM.
 
-Dice use nothing of `random` but `Random.random()`, the one method whose values Python promises to keep across versions.
+Dice use nothing of `random` but `Random.random()`, the one method whose values Python promises to keep across
+versions.
 """
 
 import random
@@ -29,9 +30,9 @@ FAULTS: tuple[str, ...] = (
     "evict",
     "pressure",
 )
-"""Kinds of fault, as `--faults` takes them: a call that is late, fails with a code, raises, hangs until faults stop, or is answered
-twice; a report for a job nobody knows; a rank whose transfers stand still; a rank that dies; a message between scheduler and
-worker that is lost; keys that the store evicts; a store under pressure."""
+"""Kinds of fault, as `--faults` takes them: a call that is late, fails with a code, raises, hangs until faults stop, or
+is answered twice; a report for a job nobody knows; a rank whose transfers stand still; a rank that dies; a message
+between scheduler and worker that is lost; keys that the store evicts; a store under pressure."""
 
 CODES: tuple[int, ...] = (
     *(-1, -10, -101, -103, -200, -400, -500, -600, -601, -700, -701, -702, -703, -704, -705, -706, -707, -710, -712),
@@ -47,8 +48,8 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
     """The engine of a run.
 
     Attributes:
-        layout: the KV-cache groups: `full` (one), `window` (full and sliding-window attention), or `window2` (the same, and
-            the window's blocks are half as long).
+        layout: the KV-cache groups: `full` (one), `window` (full and sliding-window attention), or `window2` (the same,
+            and the window's blocks are half as long).
         striped: the ranks hold identical KV, so each stores a part of the chunks (as with MLA).
         pipelined: the next step is scheduled before the last one's output is known (vLLM's async scheduling).
         runner: vLLM's model runner, 1 or 2: it decides how resumed requests are told to the connector.
@@ -111,8 +112,12 @@ class Abort(Decision, frozen=True, omit_defaults=True, tag="abort"):
 
 
 class Reset(Decision, frozen=True, omit_defaults=True, tag="reset"):
-    """An operator resets the prefix cache; with `running`, running requests are preempted for it; with `store`, the store is
-    emptied as well."""
+    """An operator resets the prefix cache.
+
+    Attributes:
+        running: running requests are preempted for it.
+        store: the store is emptied as well.
+    """
 
     step: int
     running: bool = False
@@ -142,7 +147,8 @@ class Stray(Decision, frozen=True, omit_defaults=True, tag="stray"):
     """A rank reports something that the scheduler does not wait for.
 
     Attributes:
-        what: `unknown` (a job that was never registered), `settled` (a job that has settled), or `load` (a load that has).
+        what: `unknown` (a job that was never registered), `settled` (a job that has settled), or `load` (a load that
+            has).
     """
 
     step: int
@@ -319,9 +325,7 @@ def _draw_arrivals(dice: Dice, steps: int, shape: Shape) -> list[Arrive]:
     return arrivals
 
 
-def _draw_request(
-    dice: Dice, step: int, before: list[Arrive], families: int, longest: int, block_size: int
-) -> Arrive:
+def _draw_request(dice: Dice, step: int, before: list[Arrive], families: int, longest: int, block_size: int) -> Arrive:
     request = f"r{len(before)}"
     if before and dice.chance(0.2):
         request = dice.pick(before[-8:]).request
@@ -361,7 +365,8 @@ def _draw_resets(dice: Dice, steps: int) -> list[Reset]:
     if not dice.chance(0.4):
         return []
     return [
-        Reset(step=dice.below(steps), running=dice.chance(0.4), store=dice.chance(0.3)) for _ in range(dice.between(1, 3))
+        Reset(step=dice.below(steps), running=dice.chance(0.4), store=dice.chance(0.3))
+        for _ in range(dice.between(1, 3))
     ]
 
 
@@ -405,7 +410,8 @@ def _draw_other_faults(dice: Dice, steps: int, shape: Shape, kinds: list[str]) -
                 faults.append(Stray(late + dice.below(steps - late), dice.below(shape.ranks), what))
             case "stall":
                 faults.extend(
-                    Stall(dice.below(steps), dice.below(shape.ranks), dice.between(5, 80)) for _ in range(dice.between(1, 2))
+                    Stall(dice.below(steps), dice.below(shape.ranks), dice.between(5, 80))
+                    for _ in range(dice.between(1, 2))
                 )
             case "die" if dice.chance(0.15):
                 faults.append(Die(late + dice.below(steps - late), dice.below(shape.ranks)))

@@ -53,7 +53,7 @@ class Result(msgspec.Struct, frozen=True):
 class World:
     """Everything of one run, and who is told what: the engine and the store speak to the checks through it."""
 
-    def __init__(self, plan: pl.Plan, only: str | None, keep_log: bool) -> None:
+    def __init__(self, plan: pl.Plan, only: frozenset[str] | None, keep_log: bool) -> None:
         self.plan = plan
         self.clock = Clock()
         self.checks = Checks(plan.shape, self.clock, only)
@@ -71,7 +71,7 @@ class Run:
 
     Args:
         plan: what happens.
-        only: look for this kind of failure alone; see `Checks`.
+        only: look for these kinds of failure alone; see `Checks`.
         keep_log: keep the events for the result.
         alter: called with the world before the first step; the canaries come in here.
     """
@@ -79,7 +79,7 @@ class Run:
     def __init__(
         self,
         plan: pl.Plan,
-        only: str | None = None,
+        only: frozenset[str] | None = None,
         keep_log: bool = False,
         alter: Callable[["World"], None] | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class Run:
             digest=world.hash.hexdigest(),
             state=world.engine.books.state.digest(),
             seconds=time.perf_counter() - started,
-            seen=checks.seen,
+            seen={**checks.seen, **_prefixed("events: ", world.feed.kinds), **_prefixed("faults: ", world.faults.hits)},
             broken=checks.broken,
             lines=tuple(world.feed.lines),
             passed_over=checks.passed_over,
@@ -258,6 +258,10 @@ class Run:
             load = checks.settled_load()
             if load is not None:
                 rank.report_load(load[1], load[0])
+
+
+def _prefixed(prefix: str, counts: dict[str, int]) -> dict[str, int]:
+    return {prefix + name: count for name, count in counts.items()}
 
 
 def _described(error: BaseException) -> str:

@@ -1,8 +1,9 @@
-"""A Mooncake store that is not there: objects in a dictionary, faults from the plan, and the moments at which bytes move.
+"""A Mooncake store that is not there: objects in a dictionary, the plan's faults, and the moments when bytes move.
 
-A fake, because the faults it has to show cannot be made to happen in a real one at will. It answers the calls that upstream's worker
-code makes, with the codes that Mooncake documents. A put reads each block at a moment inside the call, so what it stores is what
-the block holds *then*; a get writes each block at such a moment. Both ask the checks whether the transfer may touch that block.
+A fake, because the faults it has to show cannot be made to happen in a real one at will. It answers the calls that
+upstream's worker code makes, with the codes that Mooncake documents. A put reads each block at a moment inside the
+call, so what it stores is what the block holds *then*; a get writes each block at such a moment. Both ask the checks
+whether the transfer may touch that block.
 
 This file knows the call signatures of the store, addresses as `workers` registers them, and no ledger.
 """
@@ -141,7 +142,9 @@ class Store:
     def evict(self, share: int) -> None:
         """Give up about `share` thousandths of the keys."""
         self.evictions += 1
-        for key in [key for key in self.objects if pl.mix(self._seed, self.evictions, pl.number_of(key)) % 1000 < share]:
+        for key in [
+            key for key in self.objects if pl.mix(self._seed, self.evictions, pl.number_of(key)) % 1000 < share
+        ]:
             del self.objects[key]
 
 
@@ -187,7 +190,9 @@ class RankStore:
                 self._watch.stored(self._rank, item, key, block, value)
         return codes
 
-    def batch_get_into_multi_buffers(self, keys: list[str], addrs: list[list[int]], sizes: list[list[int]]) -> list[int]:
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addrs: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
         """Write the stored contents into the blocks; return the bytes or a negative code for each key."""
         blocks = [(address[0] - BASE_ADDRESS) // BLOCK_BYTES for address in addrs]
         item = getcurrent().item  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
 """One simulated rank: upstream's and the plugin's worker code, run without threads.
 
-What is real here: upstream's `MooncakeStoreWorker` methods, its two transfer threads' handling of a job and a load, its token
-databases and masks, and all of the plugin's worker half. What is modelled: the thread loop (a `Lanes` queue that runs each
-item as a call in virtual time), the constructor (which needs a device and a store), the GPU event that a save waits for, and the
-store itself. A rank answers a step as vLLM's model runner does, with the same calls in the same order.
+What is real here: upstream's `MooncakeStoreWorker` methods, its two transfer threads' handling of a job and a load,
+its token databases and masks, and all of the plugin's worker half. What is modelled: the thread loop (a `Lanes` queue
+that runs each item as a call in virtual time), the constructor (which needs a device and a store), the GPU event that
+a save waits for, and the store itself. A rank answers a step as vLLM's model runner does, with the same calls in the
+same order.
 """
 
 import copy
@@ -11,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -82,7 +83,7 @@ class Lanes:
         while self._waiting:
             call.item = item = self._waiting.popleft()
             try:
-                thread._handle_request(item)  # noqa: SLF001 - upstream's own entry, which its loop calls
+                thread._handle_request(item)
             except Exception as error:  # noqa: BLE001 - as upstream's loop does
                 self.swallowed.append(error)
             self._after(item)
@@ -184,39 +185,43 @@ class CallLocal:
         setattr(getcurrent(), name, value)
 
 
+class Place(NamedTuple):
+    """What the ranks of an engine share.
+
+    Attributes:
+        kv_groups: the KV-cache group of each group that the store knows.
+        log: takes evidence.
+    """
+
+    shape: Shape
+    coordinator: MooncakeStoreCoordinator
+    kv_groups: tuple[int, ...]
+    clock: Clock
+    faults: Faults
+    log: Log
+    settings: Settings
+
+
 class Rank:
     """One rank.
 
     Attributes:
         number: the rank.
         worker: the plugin's worker half.
-        alive: False once the plan has killed it.
     """
 
-    def __init__(
-        self,
-        number: int,
-        shape: Shape,
-        coordinator: MooncakeStoreCoordinator,
-        kv_groups: tuple[int, ...],
-        store: RankStore,
-        clock: Clock,
-        faults: Faults,
-        log: Log,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, number: int, place: Place, store: RankStore) -> None:
         self.number = number
-        self.alive = True
-        self._clock = clock
-        self._faults = faults
-        self._shares_memory = shape.ranks == 1
-        self.worker = self._build(shape, coordinator, kv_groups, store, log, settings)
+        self._place = place
+        self._clock = place.clock
+        self._faults = place.faults
+        self.worker = self._build(place, store)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def run(self, metadata: MooncakeStoreConnectorMetadata) -> None:
         """Take up a step's loads and saves, as after the forward pass was launched."""
-        if not self._shares_memory:
+        if self._place.shape.ranks > 1:
             metadata = _delivered(metadata)
         self.worker.start_load_kv(metadata)
         thread = self.worker.kv_send_thread
@@ -228,7 +233,7 @@ class Rank:
                 thread.add_request(req_meta)
 
     def answer(self, metadata: MooncakeStoreConnectorMetadata, finished: set[str]) -> KVConnectorOutput:
-        """Return what this rank tells the scheduler at the end of a step, with the calls that vLLM's model runner makes."""
+        """Return what this rank tells the scheduler at the end of a step, by the calls that vLLM's model runner makes."""
         worker = self.worker
         results = worker.get_transfer_results(finished, metadata)
         return KVConnectorOutput(
@@ -241,24 +246,17 @@ class Rank:
 
     def report_job(self, job: int) -> None:
         """Report a job out of turn, as a broken worker would."""
-        self.worker._reports.add_job(JobReport(job, self.number, "stored"))  # noqa: SLF001 - the fault is that nobody asked
+        self.worker._reports.add_job(JobReport(job, self.number, "stored"))
 
     def report_load(self, load: int, request: str) -> None:
         """Report a load out of turn, to the books and to vLLM, as a broken worker would."""
-        self.worker._reports.add_load(LoadReport(load, self.number, "loaded"))  # noqa: SLF001 - as above
+        self.worker._reports.add_load(LoadReport(load, self.number, "loaded"))
         upstream.KVTransferThread.set_finished_request(self.worker.kv_recv_threads[0], request)
 
     # --- building ---------------------------------------------------------------------------------------------------
 
-    def _build(
-        self,
-        shape: Shape,
-        coordinator: MooncakeStoreCoordinator,
-        kv_groups: tuple[int, ...],
-        store: RankStore,
-        log: Log,
-        settings: Settings,
-    ) -> LedgerStoreWorker:
+    def _build(self, place: Place, store: RankStore) -> LedgerStoreWorker:
+        shape, coordinator = place.shape, place.coordinator
         worker = upstream.MooncakeStoreWorker.__new__(upstream.MooncakeStoreWorker)
         groups = coordinator.kv_cache_groups
         worker.dp_rank = worker.pp_rank = worker.pcp_rank = worker.dcp_rank = 0
@@ -286,10 +284,11 @@ class Rank:
         worker._init_lookup_key_prefixes()
         worker._record_kv_connector_operation = _nothing  # type: ignore[method-assign]
         promoted = adopt(worker, LedgerStoreWorker)
+        settings = msgspec.structs.replace(place.settings, evidence=False)
         config = SimpleNamespace(parallel_config=SimpleNamespace(rank=self.number), kv_transfer_config=None)
         with mock.patch.object(store_worker, "open_failure_log"):  # its handler would be the whole process's
-            promoted.open(config, "simulated", msgspec.structs.replace(settings, evidence=False), kv_groups)  # type: ignore[arg-type]
-        promoted.store._sender = VirtualEvidence(log, self.number, self._clock)
+            promoted.open(config, "simulated", settings, place.kv_groups)  # type: ignore[arg-type]
+        promoted.store._sender = VirtualEvidence(place.log, self.number, self._clock)
         promoted.store._current = CallLocal()
         promoted._sender = promoted.store._sender
         promoted.retries = VirtualRetries(worker.recv_request_queue, self._clock)  # type: ignore[arg-type]

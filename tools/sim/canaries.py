@@ -1,0 +1,189 @@
+"""Known mistakes, switched on in the simulator and nowhere else: the checks must find each of them.
+
+Every one is a public incident of upstream's connector, or of one like it. The plugin has no such switch: the objects
+of one run are altered from outside before its first step. Broken reports do not stop the engine in these runs
+(`on_invariant_violation=quarantine`), because a stopped engine could not show the damage.
+
+This file knows the plugin's inner methods, and is the only part of the simulator that touches them.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from connector.worker_meta import JobReport, LedgerWorkerMetadata
+from tools.sim import plan as pl
+from tools.sim.run import World
+
+
+class Canary(NamedTuple):
+    """A mistake.
+
+    Attributes:
+        incident: the public incident it stands for.
+        finds: kinds of failed check, any of which shows the damage.
+        ranks: numbers of ranks with which it can show.
+    """
+
+    name: str
+    incident: str
+    what: str
+    finds: frozenset[str]
+    alter: Callable[[World], None]
+    ranks: tuple[int, ...] = (1, 2, 3, 4)
+
+    def plan(self, seed: int, steps: int) -> pl.Plan:
+        """Return the plan of a seed, with an engine that broken books do not stop."""
+        plan = pl.draw(seed, steps, ranks=self.ranks)
+        shape = msgspec.structs.replace(plan.shape, on_invariant_violation="quarantine")
+        return msgspec.structs.replace(plan, shape=shape)
+
+
+def _half(world: World) -> Any:
+    return world.engine.connector.connector_scheduler
+
+
+def _without_pins(world: World) -> None:
+    half = _half(world)
+    half._touch = half._free = lambda blocks: None
+
+
+def _by_request(world: World) -> None:
+    """Count a late report for the request that has come back since, as books would that know requests only."""
+    half = _half(world)
+    book_it = half._rank_completed
+
+    def rank_completed(report: JobReport) -> None:
+        jobs = half.books.state.book.jobs
+        job = jobs.get(report.job)
+        if job is None:
+            return  # its request's count had reached zero before
+        later = [
+            number
+            for number, other in jobs.items()
+            if other.request == job.request and other.generation > job.generation and report.rank in other.waiting
+        ]
+        book_it(report._replace(job=later[-1]) if later else report)
+
+    half._rank_completed = rank_completed
+
+
+def _silent_on_exceptions(world: World) -> None:
+    for rank in world.engine.ranks:
+        thread = rank.worker.kv_send_thread
+        if thread is not None:
+            thread.finish_store_job = _only_without_exception(thread.finish_store_job)  # type: ignore[method-assign]
+
+
+def _only_without_exception(report: Callable[[Any], None]) -> Callable[[Any], None]:
+    def finish_store_job(req_meta: Any) -> None:
+        if sys.exc_info()[1] is None:
+            report(req_meta)
+
+    return finish_store_job
+
+
+def _freed_on_first_failure(world: World) -> None:
+    """Tell vLLM that a load has finished when its first rank fails, whatever the others still do."""
+    half, requests = _half(world), world.engine.scheduler.requests
+    update = half.update_connector_output
+    told: dict[str, None] = {}
+
+    def update_connector_output(output: KVConnectorOutput) -> None:
+        metadata = output.kv_connector_worker_meta
+        book = half.books.state.book
+        failed: list[str] = []
+        if isinstance(metadata, LedgerWorkerMetadata):
+            failed = [
+                book.loads[report.load].request
+                for report in metadata.loads
+                if report.outcome == "failed" and report.load in book.loads
+            ]
+        update(output)
+        finished = output.finished_recving or set[str]()
+        output.finished_recving = finished
+        for request in sorted(finished):
+            if request in told:
+                del told[request]
+                finished.discard(request)
+        for request in failed:
+            if request in book.loading and request not in told and _waits(requests.get(request)):
+                told[request] = None
+                finished.add(request)
+
+    half.update_connector_output = update_connector_output
+
+
+def _waits(request: Any) -> bool:
+    return request is not None and (request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished())
+
+
+def _freed_by_first_rank(world: World) -> None:
+    """Give a job's blocks back when its first rank reports."""
+    half = _half(world)
+    book_it, free = half._rank_completed, half._free
+    freed: dict[int, None] = {}
+
+    def rank_completed(report: JobReport) -> None:
+        job = half.books.state.book.jobs.get(report.job)
+        if job is not None and job.blocks and report.job not in freed:
+            freed[report.job] = None
+            free(job.blocks)
+        book_it(report)
+
+    half._rank_completed = rank_completed
+    half._free = lambda blocks: None
+
+
+CANARIES: tuple[Canary, ...] = (
+    Canary(
+        "pins-off",
+        "S1",
+        "jobs reference no blocks: a preempted request's blocks are overwritten before they are read",
+        frozenset({"poison"}),
+        _without_pins,
+    ),
+    Canary(
+        "by-request",
+        "S2",
+        "reports are counted by request and not by job: those of a preempted one count for the one that came back",
+        frozenset({"unsettled"}),
+        _by_request,
+    ),
+    Canary(
+        "silent-exception",
+        "S3",
+        "a rank whose job raised does not report it",
+        frozenset({"unsettled"}),
+        _silent_on_exceptions,
+    ),
+    Canary(
+        "first-failure",
+        "S6",
+        "a load's blocks are given up when its first rank fails, while another still writes",
+        frozenset({"poison", "wrong_kv"}),
+        _freed_on_first_failure,
+        ranks=(2, 3, 4),
+    ),
+    Canary(
+        "first-rank",
+        "as S6, for a save",
+        "a job's blocks are given up when its first rank reports, while another still reads",
+        frozenset({"poison"}),
+        _freed_by_first_rank,
+        ranks=(2, 3, 4),
+    ),
+)
+
+
+def canary(name: str) -> Canary:
+    """Return the canary of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {each.name: each for each in CANARIES}[name]
