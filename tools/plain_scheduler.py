@@ -24,10 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -38,6 +42,7 @@ from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport
 UPSTREAM = "MooncakeStoreConnector"
 OURS = "KVLedgerStoreConnector"
 BLOCK_SIZE = 16
+STATE_BLOCK_SIZE = 64
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -81,6 +86,8 @@ class PlainScheduler:
         extra: keys for `kv_connector_extra_config`.
         num_blocks: blocks of the pool, the null block among them.
         world_size: ranks whose reports the connector waits for.
+        hybrid: a second KV-cache group with the states of a Mamba model, whose blocks are four times as long.
+        transfer: further fields of vLLM's `KVTransferConfig`.
     """
 
     def __init__(
@@ -90,13 +97,21 @@ class PlainScheduler:
         *,
         num_blocks: int = 40,
         world_size: int = 1,
+        hybrid: bool = False,
         **transfer: Any,
     ) -> None:
         plugin.register()
         init_none_hash(sha256)
         self._folder = tempfile.TemporaryDirectory(prefix="plain-scheduler-")
+        ours = {"ledger_path": self._folder.name, "evidence": False, **(extra or {})}
         if connector.startswith("KVLedger"):
-            extra = {"ledger_path": self._folder.name, "evidence": False, **(extra or {})}
+            extra = ours
+        elif connector == "MultiConnector":
+            named = [
+                {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": ours},
+                {"kv_connector": UPSTREAM, "kv_role": "kv_both", "kv_connector_extra_config": {"lookup_rpc_port": 1}},
+            ]
+            extra = {"connectors": named}
         config = VllmConfig(
             model_config=ModelConfig(
                 model=self._model(), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024
@@ -119,22 +134,33 @@ class PlainScheduler:
         config.cache_config.num_gpu_blocks = num_blocks
         config.parallel_config.world_size = world_size
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        if hybrid:
+            config.cache_config.mamba_cache_mode = "align"
+            state = MambaSpec(
+                block_size=STATE_BLOCK_SIZE, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+            )
+            groups.append(KVCacheGroupSpec(["state"], state))
+        kv_cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-            ),
+            kv_cache_config=kv_cache,
             log_stats=False,
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
             structured_output_manager=StructuredOutputManager(config),
         )
-        self.connector: Any = self.scheduler.connector
+        attached: Any = self.scheduler.connector
+        children: list[Any] = getattr(attached, "sub_connectors", [attached])
+        self.connector: Any = children[0]
+        """The connector; ours when it is a child of a `MultiConnector`."""
         self.half: Any = self.connector.connector_scheduler
         self.lookup = TableLookup()
-        if hasattr(self.half, "client"):  # the P/D connector looks nothing up
-            self.half.client.close()
-            self.half.client = self.lookup
+        for child in children:
+            if hasattr(child.connector_scheduler, "client"):  # the P/D connector looks nothing up
+                child.connector_scheduler.client.close()
+                child.connector_scheduler.client = self.lookup
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
     def _model(self) -> str:

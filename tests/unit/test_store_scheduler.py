@@ -405,3 +405,154 @@ def test_a_shutdown_during_an_exception_does_not_claim_a_clean_end(make: Make) -
         plain.connector.shutdown()
     closed = plain.of(ev.LogClosed)[0]
     assert (closed.reason, closed.exception) == ("exception", "AssertionError")
+
+
+# --- hybrid models --------------------------------------------------------------------------------------------------------
+
+
+def test_boundary_states_of_a_hybrid_model_are_pinned_with_their_group_and_freed_last(make: Make) -> None:
+    plain = make(num_blocks=60, hybrid=True)
+    plain.add("a", [3 + n for n in range(64)], max_tokens=1)
+    plain.step()
+    plain.step()
+    (pinned,) = plain.of(ev.PinTouched)
+    assert {group for group, _ in pinned.blocks} == {0, 1}
+    assert len(set(numbers(pinned.blocks))) == len(numbers(pinned.blocks))
+    assert plain.references(numbers(pinned.blocks)) == [1] * len(numbers(pinned.blocks))
+    freed: list[int] = []
+    free_blocks = plain.pool.free_blocks
+    plain.pool.free_blocks = lambda blocks: free_blocks([freed.append(block.block_id) or block for block in blocks])
+    plain.step([done(0)])
+    assert freed == list(reversed(numbers(pinned.blocks)))
+    assert plain.pool.get_num_free_blocks() == 59
+
+
+def test_a_prompts_partial_tail_is_a_job_of_its_own_that_pins_the_state_and_the_attention_blocks(make: Make) -> None:
+    plain = make(num_blocks=60, hybrid=True)
+    plain.add("a", [3 + n for n in range(150)], max_tokens=8)
+    plain.step()
+    plain.step()
+    prefix, tail = plain.of(ev.PinTouched)
+    assert [group for group, _ in prefix.blocks] == [0]
+    assert [group for group, _ in tail.blocks] == [0, 1]
+    assert plain.references(numbers(tail.blocks))[0] == 3  # the request, the prefix job, and this job
+
+
+def test_a_tail_that_is_handed_over_at_the_end_of_a_request_is_pinned_before_its_blocks_are_freed(make: Make) -> None:
+    plain = make(num_blocks=60, hybrid=True)
+    request = plain.add("a", [3 + n for n in range(150)], max_tokens=50)
+    plain.step()
+    plain.step()
+    plain.step([done(0), done(1)])
+    tables = plain.scheduler.kv_cache_manager.get_block_ids("a")
+    state = next(block for block in tables[1] if block)
+    before = len(plain.of(ev.JobRegistered))
+    plain.connector.register_finished_partial_tail(request, tables, [(1, state, 144)])
+    (job,) = plain.of(ev.JobRegistered)[before:]
+    pinned = plain.of(ev.PinTouched)[-1]
+    assert pinned.job == job.job
+    assert state in numbers(pinned.blocks)
+    assert plain.references([state]) == [2]
+    output = plain.step()
+    assert job.job in jobs_of(output)
+    plain.step([done(job.job)])
+    assert not plain.state.book.jobs
+
+
+def test_a_tail_beyond_the_bound_is_skipped_and_not_handed_to_the_workers(make: Make) -> None:
+    plain = make({"max_inflight_store_jobs": 1}, num_blocks=60, hybrid=True)
+    request = plain.add("a", [3 + n for n in range(150)], max_tokens=50)
+    plain.step()
+    plain.step()
+    tables = plain.scheduler.kv_cache_manager.get_block_ids("a")
+    state = next(block for block in tables[1] if block)
+    plain.connector.register_finished_partial_tail(request, tables, [(1, state, 144)])
+    assert plain.references([state]) == [1]
+    assert len(plain.of(ev.JobRegistered)) == 1
+    assert jobs_of(plain.step()) == []
+
+
+# --- roles and company ----------------------------------------------------------------------------------------------------
+
+
+def test_as_a_child_of_a_multi_connector_the_books_are_the_same(make: Make) -> None:
+    plain = Recorded("MultiConnector", {"max_pinned_fraction": 1.0})
+    plain.add("a", prompt(4), max_tokens=2)
+    output = plain.schedule()
+    metadata: Any = output.kv_connector_metadata
+    jobs = [req_meta.store_job_id for req_meta in metadata.metadata[0].requests if req_meta.can_save]
+    assert jobs == [0]
+    blocks = numbers(plain.of(ev.PinTouched)[0].blocks)
+    assert plain.references(blocks) == [3] * 5  # the request, our job, and the other child's job
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata
+
+    reports = (plain.reports([done(0)]), MooncakeStoreWorkerMetadata(completed_saves={0: 1}))
+    plain.update(output, kv_connector_worker_meta=MultiKVConnectorWorkerMetadata(metadata=reports))
+    assert plain.references(blocks) == [1] * 5
+    assert not plain.connector.has_pending_push_work()
+    plain.scheduler.connector.shutdown()
+    plain.close()
+
+
+def test_a_load_that_another_connector_was_chosen_for_is_not_planned(make: Make) -> None:
+    plain = make()
+    plain.lookup.hits["a"] = 4 * BLOCK_SIZE
+    request = plain.add("a", prompt(4))
+    plain.connector.get_num_new_matched_tokens(request, 0)
+    plain.connector.update_state_after_alloc(request, plain.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
+    assert plain.of(ev.LookupAnswered)
+    assert not plain.of(ev.LoadPlanned)
+
+
+def test_a_consumer_that_saves_decode_cache_registers_jobs_only_while_it_decodes(make: Make) -> None:
+    plain = make({"save_decode_cache": True}, kv_role="kv_consumer", num_blocks=60)
+    plain.add("a", prompt(2), max_tokens=40)
+    assert jobs_of(plain.step()) == []
+    for _ in range(30):
+        plain.step([done(job) for job in list(plain.state.book.jobs)])
+    assert plain.of(ev.JobRegistered)
+    assert all(event.tokens >= 2 * BLOCK_SIZE for event in plain.of(ev.JobRegistered))
+
+
+def test_a_capacity_only_instance_keeps_books_of_requests_and_of_nothing_else(make: Make) -> None:
+    plain = make({"enable_lookup": False}, kv_role="kv_consumer")
+    plain.add("a", prompt(4), max_tokens=2)
+    for _ in range(4):
+        plain.step()
+    assert plain.of(ev.RequestFinished)
+    assert not plain.of(ev.JobRegistered)
+    assert not plain.of(ev.LookupAnswered)
+
+
+def test_a_reset_of_the_prefix_cache_is_refused_while_jobs_hold_blocks_and_works_after(make: Make) -> None:
+    plain = make()
+    plain.add("a", prompt(4), max_tokens=1)
+    plain.step()
+    assert plain.scheduler.reset_prefix_cache() is False
+    plain.step([done(0)])
+    assert plain.scheduler.reset_prefix_cache() is True
+
+
+def test_running_requests_that_a_reset_preempts_come_back_as_new_generations(make: Make) -> None:
+    plain = make()
+    plain.add("a", prompt(4), max_tokens=20)
+    plain.step([done(0)])
+    plain.step()
+    plain.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for _ in range(3):
+        plain.step([done(job) for job in list(plain.state.book.jobs)])
+    assert [event.generation for event in plain.of(ev.RequestPreempted)] == [1]
+    assert [event.generation for event in plain.of(ev.RequestResumed)] == [2]
+
+
+def test_a_reset_of_the_store_drops_planned_loads_and_answers_what_the_worker_says(make: Make) -> None:
+    plain = make()
+    plain.lookup.hits["a"] = 4 * BLOCK_SIZE
+    request = plain.add("a", prompt(4))
+    plain.connector.get_num_new_matched_tokens(request, 0)
+    assert plain.half.load_specs
+    plain.lookup.reset = lambda: True  # type: ignore[attr-defined]
+    assert plain.connector.reset_cache() is True
+    assert not plain.half.load_specs
