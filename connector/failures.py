@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.metrics import 
 )
 
 from ledger.blocks import count
-from ledger.codes import CODES
+from ledger.codes import CODES, raw_name
 from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger.failures")
@@ -61,6 +61,7 @@ def failure_line(error: KVTransferError, engine: str = "", **more: Any) -> str:
         "stage": str(error.stage),
         "retryable": CODES[error.code].retryable,
         "raw": error.raw,
+        "raw_name": raw_name(error.raw),
         "exception": error.exception,
         "engine": engine,
         "rank": error.rank,

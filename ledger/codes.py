@@ -469,6 +469,16 @@ def translate(raw: int | BaseException, *, source: Source = "mooncake") -> Trans
     return Translation(_C.UNKNOWN, str(raw), errno.errorcode.get(raw, "") if source == "errno" else "")
 
 
+def raw_name(raw: str) -> str:
+    """Return the store's own name for a raw code as it stands in events, e.g. `OBJECT_NOT_FOUND` for `-704`.
+
+    Empty for everything else. Only the store has numbers below zero.
+    """
+    if raw.startswith("-") and raw[1:].isdigit():
+        return MOONCAKE.get(int(raw), ("",))[0]
+    return ""
+
+
 _TABLES: Mapping[Source, Mapping[int, tuple[str, KVCacheErrorCode]]] = {
     "mooncake": MOONCAKE,
     "http": HTTP,

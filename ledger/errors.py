@@ -17,7 +17,7 @@ Messages are one line and say what to do. This file knows the stable codes and b
 """
 
 from ledger.blocks import Blocks
-from ledger.codes import CODES, KVCacheErrorCode, Stage
+from ledger.codes import CODES, KVCacheErrorCode, Stage, raw_name
 
 
 class LedgerError(Exception):
@@ -99,7 +99,7 @@ class KVTransferError(LedgerError):
         self.rank = rank
         self.blocks = blocks
         work = f"load {load}" if load >= 0 else f"job {job}" if job >= 0 else f"transfer {transfer}"
-        said = f" ({raw})" if raw else ""
+        said = f" ({f'{raw} {raw_name(raw)}'.strip()})" if raw else ""
         super().__init__(
             f"{work} of request {request} failed on rank {rank} at {stage}: {code}{said}. {CODES[code].action}"
         )

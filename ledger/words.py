@@ -241,6 +241,10 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.BlocksReleased: lambda e: f"blocks {blocks(e.blocks)} were given up by {request(e.request, e.generation)}",
     ev.TransferStarted: _started,
     ev.TransferFinished: _finished,
+    ev.PoisonCaught: lambda e: (
+        f"rank {e.rank} caught block {e.block} of group {e.group} changing under job {e.job} of request {e.request}; "
+        + (f"key {e.key} was removed" if e.removed else f"key {e.key} could NOT be removed ({e.raw})")
+    ),
     ev.LogOpened: lambda e: f"log opened by engine {e.engine}, boot {e.boot}",
     ev.Checkpoint: lambda e: (
         f"checkpoint {e.digest[:12]}: {plural(e.open_jobs, 'open job')}, {plural(e.pinned_blocks, 'pinned block')}, "

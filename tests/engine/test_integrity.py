@@ -1,7 +1,6 @@
 """Fingerprints of blocks: how they are computed, and what they show on a real store."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -258,7 +257,7 @@ def test_a_key_that_is_caught_while_it_is_leased_is_removed_all_the_same(worker)
             return results
 
     worker.store._store = LookedUpAtOnce()
-    worker.put({"a": 1}, between=lambda: worker.kv_cache[:, 1].zero_())
+    worker.put({"a": 1}, between=worker.kv_cache[:, 1].zero_)
     assert [changed.removed for changed in worker.changed] == [0]
     assert worker.store.batch_is_exist(["a"]) == [0]
 

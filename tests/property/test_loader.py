@@ -368,5 +368,7 @@ def test_a_failure_becomes_an_exception_that_carries_all_that_alerts_need():
         2,
     )
     assert error.blocks == ((0, ((11, 11),)),)
-    assert str(error).startswith("load 7 of request req-1 failed on rank 2 at STORE_GET: BLOCK_NOT_FOUND (-704).")
+    assert str(error).startswith(
+        "load 7 of request req-1 failed on rank 2 at STORE_GET: BLOCK_NOT_FOUND (-704 OBJECT_NOT_FOUND)."
+    )
     assert load(targets, ok_but(targets), Limits())[0].error("req-1", 7, 2) is None

@@ -14,7 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ledger.codes import CODES, ERRNO, EXCEPTIONS, HTTP, MOONCAKE, REVIEWED_UNKNOWN, KVCacheErrorCode, translate
+from ledger.codes import (
+    CODES,
+    ERRNO,
+    EXCEPTIONS,
+    HTTP,
+    MOONCAKE,
+    REVIEWED_UNKNOWN,
+    KVCacheErrorCode,
+    raw_name,
+    translate,
+)
 
 NAMES = (
     "BLOCK_NOT_FOUND",
@@ -204,6 +214,12 @@ def test_a_translation_reads_as_code_number_and_name():
     assert str(translate(-704)) == "BLOCK_NOT_FOUND (-704 OBJECT_NOT_FOUND)"
     assert str(translate(-99999)) == "UNKNOWN (-99999)"
     assert str(translate(ConnectionRefusedError(111, ""))) == "PEER_UNREACHABLE (ConnectionRefusedError 111)"
+
+
+def test_the_name_of_a_raw_store_code_is_known_and_no_other_numbers_are_taken_for_one():
+    assert raw_name("-704") == "OBJECT_NOT_FOUND"
+    for raw in ("", "-99999", "704", "404", "ReadTimeout", "-704: the value has 8 bytes", "-"):
+        assert raw_name(raw) == ""
 
 
 # --- drift: what the libraries in use can raise and return ------------------------------------------------------------
