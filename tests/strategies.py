@@ -22,6 +22,8 @@ JSON = st.recursive(
 
 def values(annotation: typing.Any) -> st.SearchStrategy[typing.Any]:
     """Any value of a field of an event, from the field's type."""
+    if annotation is bool:
+        return st.booleans()
     if annotation is int:
         return INT64
     if annotation is str:
