@@ -27,6 +27,9 @@ CHUNK_EVENTS = 2048
 TAIL_EVENTS = 6
 """Events before the end that a report of a torn log shows."""
 
+KEPT_TAIL_EVENTS = 60
+"""Events before the end from which those are chosen: an engine that idles says every 10 s that it is alive."""
+
 KEPT_REFUSALS = 1000
 """Refused events that are kept in full. A connector that breaks a rule at every step would fill memory with the same
 news."""
@@ -146,7 +149,7 @@ class Replay:
             now_mono_ns=latest.mono_ns,
             step=latest.step,
             closed=closed,
-            tail=tuple(self._tail[-TAIL_EVENTS:]),
+            tail=_telling(self._tail),
             disagrees_after=result.mismatch.seq if result.mismatch else None,
         )
         found = [finding for verdict in self.verdicts for finding in verdict.findings(result.end)]
@@ -169,7 +172,7 @@ class Replay:
         if result.first is None:
             result.first = chunk[0]
         result.last = chunk[-1]
-        self._tail = [*self._tail[-TAIL_EVENTS:], *chunk[-TAIL_EVENTS:]]
+        self._tail = [*self._tail, *chunk[-KEPT_TAIL_EVENTS:]][-KEPT_TAIL_EVENTS:]
         result.events += len(chunk)
         self._counts.update(map(type, chunk))
         for event in reversed(chunk):
@@ -235,6 +238,16 @@ def until(
             yield event
         elif event.source == ev.SCHEDULER:
             return
+
+
+def _telling(tail: list[ev.AnyEvent]) -> tuple[ev.AnyEvent, ...]:
+    """Return the last events that tell something: of signs of life in a row, the last one."""
+    kept = [
+        event
+        for event, following in zip(tail, [*tail[1:], None], strict=True)
+        if not (isinstance(event, ev.Checkpoint) and isinstance(following, ev.Checkpoint))
+    ]
+    return tuple(kept[-TAIL_EVENTS:])
 
 
 SYMPTOMS = ("leak", "stall")

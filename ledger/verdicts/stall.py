@@ -58,6 +58,7 @@ class Stall(Verdict):
         blocked = [name for name in blocked_requests(self.trail) if name not in holding]
         told = self._told(first)
         told += [f"the same call holds up jobs {words.listed(behind)}"] if behind and first.doing("in_call") else []
+        told += [self._held(opened)] if first.what == "job" else []
         told += [f"waiting behind it: {words.listed(blocked)}"] if blocked else []
         calls = [view.last.seq for view in first.doing("in_call", "ended") if view.last is not None]
         return Finding(
@@ -91,6 +92,12 @@ class Stall(Verdict):
         if not first.missing:
             return f"{title}, although everyone has answered"
         return f"{title}; {words.ranks(first.ranks)} did not answer"
+
+    def _held(self, opened: list[Wait]) -> str:
+        jobs = [wait for wait in opened if wait.what == "job"]
+        pinned = self.state.pinned_blocks()
+        pool = f" of {self.trail.opened.num_blocks - 1:,}" if self.trail.opened and self.trail.opened.num_blocks else ""
+        return f"{words.plural(len(jobs), 'open job pins', 'open jobs pin')} {pinned:,}{pool} blocks"
 
     @staticmethod
     def _told(first: Wait) -> list[str]:

@@ -1,0 +1,123 @@
+"""Logs of several engines, told together: what each knows of the other's keys and transfers, and in which order."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ledger import cli
+from ledger import events as ev
+from ledger.join import join
+from ledger.replay import Result, replay
+from tests.incidents.corpus import INCIDENTS
+from tests.incidents.script import Script
+
+BY_ID = {incident.id: incident for incident in INCIDENTS}
+
+
+def joined(*logs: list[ev.AnyEvent]):
+    results: list[Result] = [replay(events) for events in logs]
+    names = [f"{index}.db" for index in range(len(logs))]
+    return join(results, names, [events.__iter__ for events in logs])
+
+
+def shifted(events: list[ev.AnyEvent], seconds: float) -> list[ev.AnyEvent]:
+    """The same log from a host whose clock is off."""
+    return [msgspec.structs.replace(event, ts_ns=event.ts_ns + int(seconds * 1e9)) for event in events]
+
+
+def good_transfer() -> tuple[Script, Script]:
+    prefill, decode = Script("prefill"), Script("decode")
+    prefill.runs("P-R")
+    prefill.sends("x1", "P-R")
+    prefill.holds("x1", "P-R", blocks=(5, 12))
+    decode.arrives("R")
+    decode.receives("x1", "R", blocks=(30, 37))
+    prefill.passes(0.1)
+    prefill.pushes("x1", "P-R")
+    decode.passes(0.5)
+    decode.pull_ends("x1", "R")
+    decode.peer_answers("x1", "R")
+    decode.received("x1", "R")
+    decode.report_ignored(what="recv", why="vLLM was told before", transfer="x1", request="R", rank=0)
+    prefill.send_settled(transfer="x1", request="P-R")
+    return prefill, decode
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3600.0, -3600.0])
+def test_what_had_to_come_first_comes_first_whatever_the_clocks_say(seconds: float):
+    prefill, decode = good_transfer()
+    steps = joined(prefill.events, shifted(decode.events, seconds)).transfers["x1"]
+    order = [(step.log, ev.kind_of(step.event)) for step in steps]
+    assert order.index((1, "recv_registered")) < order.index((0, "send_started"))
+    assert order.index((0, "transfer_finished")) < order.index((1, "peer_settled"))
+    for log in (0, 1):
+        places = [step.event.seq for step in steps if step.log == log]
+        assert places == sorted(places)
+
+
+def test_what_only_the_clocks_order_is_marked_and_what_the_events_order_is_not():
+    prefill, decode = good_transfer()
+    steps = joined(prefill.events, decode.events).transfers["x1"]
+    marks = {(step.log, ev.kind_of(step.event)): step.by_clock for step in steps}
+    assert marks[0, "send_started"] is False
+    assert marks[1, "peer_settled"] is False
+    assert marks[1, "recv_registered"] is True or marks[0, "send_registered"] is True
+
+
+def test_the_findings_of_one_side_say_what_the_other_side_knows():
+    logs = BY_ID["S4"].logs()
+    told = {finding.kind: finding.culprit for _, finding in joined(logs["prefill"], logs["decode"]).findings}
+    assert "prefill was never asked for it, and let it expire" in told["stall"]
+    assert "decode failed to pull it: PEER_UNREACHABLE" in told["leak"]
+
+
+def test_a_side_that_knows_nothing_of_a_transfer_is_told():
+    logs = BY_ID["S11"].logs()
+    (_, leak), *_ = joined(logs["prefill"], logs["decode"]).findings
+    assert "the decode engine decode knows nothing of transfer x1" in leak.culprit
+
+
+def test_a_push_that_failed_on_the_other_side_is_the_culprit():
+    prefill, decode = Script("prefill"), Script("decode")
+    prefill.runs("P-R")
+    prefill.sends("x1", "P-R")
+    prefill.holds("x1", "P-R", blocks=(5, 12))
+    prefill.send_started(transfer="x1", request="P-R", rank=0, peer="tp0 pp0")
+    with prefill.rank(0):
+        about = {"transfer": "x1", "rank": 0, "op": "push", "request": "P-R", "peer": "tp0 pp0"}
+        prefill.transfer_started(**about)
+        prefill.transfer_finished(**about, outcome="failed", code="TRANSFER_FAILED", raw="-1")
+    decode.arrives("R")
+    decode.receives("x1", "R", blocks=(30, 37))
+    decode.passes(600)
+    (_, stall), *_ = [each for each in joined(prefill.events, decode.closes().events).findings if each[0] == 1]
+    assert stall.kind == "stall"
+    assert "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1)" in stall.culprit
+
+
+def test_one_log_alone_is_left_as_it_is():
+    events = BY_ID["S3"].logs()["engine"]
+    assert [finding for _, finding in joined(events).findings] == replay(events).findings
+
+
+def test_logs_are_read_again_only_when_a_finding_names_what_another_may_know():
+    healthy = Script("one")
+    healthy.runs("R")
+    healthy.finishes("R")
+    results = [replay(healthy.closes().events)] * 2
+
+    def never() -> list[ev.AnyEvent]:
+        raise AssertionError("read again for nothing")
+
+    assert join(results, ["a", "b"], [never, never]).findings == []
+
+
+def test_the_report_puts_both_sides_on_one_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = [str(script.save(tmp_path / f"{name}.db")) for name, script in BY_ID["S4"].story().items()]
+    assert cli.run(["replay", *paths]) == 1
+    out = capsys.readouterr().out
+    assert "Transfer x1 in all logs" in out
+    assert "by the clocks of two hosts" in out
+    first = out.index("unreported_failure".upper())
+    assert first < out.index("STALL (proven)") < out.index("LEAK (proven)")

@@ -1,0 +1,303 @@
+"""Questions asked backwards: why, blame, diff, blast radius, and the smallest log that still has a finding."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ledger import cli
+from ledger.blast import BlastRadius, blast_radius
+from ledger.case import Interest, Watch, replay_files
+from ledger.minimize import minimize
+from ledger.questions import blame, diff, why
+from ledger.reader import open_log
+from ledger.replay import replay
+from ledger.state import State
+from tests.incidents.corpus import INCIDENTS, keys
+from tests.incidents.script import Script
+
+BY_ID = {incident.id: incident for incident in INCIDENTS}
+
+
+def about(log: Script, interest: Interest) -> list:
+    watch = Watch(interest)
+    watch.look(log.events)
+    return watch.events
+
+
+# --- why --------------------------------------------------------------------------------------------------------------
+
+
+def test_why_leads_from_the_end_of_a_request_to_the_error_behind_it():
+    log = Script(policy="fail")
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    call = log.get_begins(0, keys=keys("r"))
+    log.ends(call, "failed", code="BLOCK_NOT_FOUND", raw="-704")
+    log.rank_loaded(load=0, rank=0, outcome="failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    log.load_failed(load=0, rank=0, code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    log.load_settled(load=0, outcome="failed")
+    log.load_recovered(load=0, request="R", generation=1, action="failed")
+    log.finishes("R", reason="error")
+    answer = why("R", about(log, Interest(request="R")), replay(log.closes().events))
+    assert answer is not None
+    assert answer.answer.startswith("request R finished: error at event 12")
+    assert answer.because[0].endswith("after load 0, request R: failed")
+    assert "BLOCK_NOT_FOUND (raw -704)" in answer.because[-1]
+    assert [finding.kind for finding in answer.findings] == ["load_failed"]
+
+
+def test_why_of_a_request_that_waits_names_what_it_waits_for():
+    log = Script(ranks=2)
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    log.rank_loaded(load=0, rank=0)
+    answer = why("R", about(log, Interest(request="R")), replay(log.events, "live"))
+    assert answer is not None
+    assert "request R is loading at the end of the log" in answer.answer
+    assert answer.because == ("its load 0 is open since event 4 and waits for rank 1",)
+
+
+def test_why_of_a_request_that_went_well_says_so():
+    log = Script()
+    log.runs("R")
+    log.finishes("R")
+    answer = why("R", about(log, Interest(request="R")), replay(log.closes().events))
+    assert answer is not None
+    assert answer.because == ("nothing went wrong with it that this log shows",)
+    assert why("Q", [], replay(log.events)) is None
+
+
+# --- blame ------------------------------------------------------------------------------------------------------------
+
+
+def test_blame_tells_who_owned_pinned_read_and_wrote_a_block():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.takes_back("R", (5, 12))
+    log.gives("R2", (5, 12))
+    log.puts(0, keys=keys("r"))
+    log.recalls(0, "R3", blocks=(7, 14), keys=keys("r"))
+    log.saves(1, "R3", blocks=(7, 14))
+    uses = blame(about(log, Interest(block=(0, 7))))
+    assert [(use.what, use.by, use.last is not None) for use in uses] == [
+        ("owned", "request R", True),
+        ("owned", "request R2", False),
+        ("read", "put 0-1 of job 0 on rank 0", True),
+        ("written", "load 0 of request R3", True),
+        ("written", "get 0-2 of load 0 on rank 0", True),
+        ("pinned", "store job 1", False),
+    ]
+
+
+# --- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_tells_what_began_what_ended_and_what_moved():
+    log = Script(ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    earlier = State(msgspec.json.decode(log.state.encode(), type=type(log.state.book)))
+    first = len(log.events)
+    log.reports(0, 0)
+    log.finishes("R")
+    log.saves(1, "Q", blocks=(20, 23))
+    changes = diff(earlier, log.state, log.events[first:])
+    assert changes.begun == ("store job 1",)
+    assert changes.ended == ("request R",)
+    assert len(changes.moved) == 1
+    assert "store job 0: waiting (0, 1) became (1,)" in changes.moved[0]
+    assert changes.pinned_blocks == (8, 12)
+    assert changes.kinds == {"rank_completed": 1, "request_finished": 1, "job_registered": 1, "pin_touched": 1}
+
+
+# --- blast radius -----------------------------------------------------------------------------------------------------
+
+
+def spread(*logs: Script, job: int = 0) -> BlastRadius:
+    radius = blast_radius([log.events.__iter__ for log in logs], job)
+    assert radius is not None
+    return radius
+
+
+def poisoned() -> Script:
+    log = Script("one")
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.gives("R2", (5, 8))
+    log.steps(2)
+    log.puts(0, keys=keys("r"))
+    log.reports(0)
+    log.finishes("R")
+    return log
+
+
+def test_the_radius_begins_with_exactly_the_keys_of_the_blocks_that_were_given_away():
+    radius = spread(poisoned())
+    assert radius.judged
+    assert radius.keys == keys("r")[:4]
+    assert radius.reached == []
+
+
+def test_the_radius_follows_loads_and_what_was_stored_after_them_through_engines_that_share_the_store():
+    one, two, three = poisoned(), Script("two", start_s=10), Script("three", start_s=20)
+    two.runs("A")
+    two.recalls(0, "A", blocks=(1, 2), keys=keys("r")[:2])
+    two.stores(0, "A", blocks=(3, 4), keys=keys("a", 2))
+    two.finishes("A")
+    two.runs("clean")
+    two.stores(1, "clean", blocks=(11, 12), keys=keys("c", 2))
+    two.finishes("clean")
+    three.runs("B")
+    three.recalls(0, "B", blocks=(1, 2), keys=keys("a", 2))
+    three.stores(0, "B", blocks=(3, 4), keys=keys("b", 2))
+    three.finishes("B")
+    for logs, order in (((one, two, three), (0, 1, 2)), ((three, two, one), (2, 1, 0))):
+        radius = spread(*logs)
+        assert radius.log == order[0]
+        assert {(each.log, each.request, each.round) for each in radius.reached} == {
+            (order[1], "A", 1),
+            (order[2], "B", 2),
+        }
+        assert radius.derived == {
+            **dict.fromkeys(keys("a", 2), (order[1], "A")),
+            **dict.fromkeys(keys("b", 2), (order[2], "B")),
+        }
+        assert radius.complete
+
+
+def test_the_radius_has_requests_that_shared_the_blocks_of_one_that_was_reached_while_it_lived():
+    log = poisoned()
+    log.runs("A")
+    log.recalls(0, "A", blocks=(20, 21), keys=keys("r")[:2])
+    log.runs("B")
+    log.saves(1, "B", blocks=(20, 24))
+    log.finishes("A")
+    log.runs("C")
+    log.saves(2, "C", blocks=(21, 25))
+    radius = spread(log)
+    assert [(each.request, each.how) for each in radius.reached] == [("A", "loaded"), ("B", "shared"), ("C", "shared")]
+
+
+def test_blocks_that_are_used_again_after_everybody_left_are_not_shared():
+    log = poisoned()
+    log.runs("A")
+    log.recalls(0, "A", blocks=(20, 21), keys=keys("r")[:2])
+    log.finishes("A")
+    log.runs("B")
+    log.saves(1, "B", blocks=(20, 24))
+    assert [each.request for each in spread(log).reached] == ["A"]
+
+
+def test_without_a_verdict_the_radius_takes_all_that_the_job_stored_and_says_so():
+    log = Script()
+    log.runs("R")
+    log.stores(0, "R", blocks=(5, 8), keys=keys("r", 4))
+    radius = spread(log)
+    assert not radius.judged
+    assert radius.keys == keys("r", 4)
+    assert blast_radius([log.events.__iter__], 99) is None
+
+
+# --- minimize ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("incident", [each for each in INCIDENTS if each.expected], ids=lambda each: each.id)
+def test_the_smallest_log_has_the_same_finding_and_no_part_that_could_be_left_out(incident):
+    expected = incident.expected[0]
+    events = incident.logs()[expected.log]
+    smaller = minimize(events, expected.kind)
+    assert smaller is not None
+    assert len(smaller.events) <= len(events)
+    assert [event.seq for event in smaller.events] == list(range(1, len(smaller.events) + 1))
+    again = replay(smaller.events).findings
+    found = next(finding for finding in again if finding.kind == expected.kind)
+    assert found == smaller.finding
+    assert (found.certainty, found.ranks) == (expected.certainty, expected.ranks or found.ranks)
+    for left_out in range(len(smaller.events)):
+        rest = smaller.events[:left_out] + smaller.events[left_out + 1 :]
+        worse = minimize(rest, expected.kind) if rest else None
+        assert worse is None or worse.finding != smaller.finding or len(worse.events) >= len(rest) - 1
+
+
+def test_minimize_throws_out_the_bystanders():
+    log = Script(ranks=2)
+    for number in range(50):
+        log.runs(f"B{number}")
+        log.stores(number, f"B{number}", blocks=(1, 8), keys=keys("b"))
+        log.finishes(f"B{number}")
+    log.runs("R")
+    log.saves(50, "R", blocks=(40, 47))
+    log.reports(50, 0)
+    log.put_begins(50, 1, keys=keys("r"))
+    log.passes(100)
+    smaller = minimize(log.closes().events, "stall")
+    assert smaller is not None
+    assert len(smaller.events) <= 6
+    assert smaller.finding.jobs == (50,)
+
+
+def test_minimize_of_a_log_without_such_a_finding_is_nothing():
+    log = Script()
+    log.runs("R")
+    log.finishes("R")
+    assert minimize(log.closes().events, "leak") is None
+
+
+# --- on the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    return {
+        name: story()["engine"].save(tmp_path / f"{name}.db")
+        for name, story in (("s1", BY_ID["S1"].story), ("s3", BY_ID["S3"].story), ("twin", BY_ID["S3"].twin))
+    }
+
+
+def test_why_ends_with_1_when_there_are_findings(files: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["why", str(files["s3"]), "R"]) == 1
+    assert "its store job 2 is open" in capsys.readouterr().out
+    assert cli.run(["why", str(files["twin"]), "R"]) == 0
+    assert cli.run(["why", str(files["twin"]), "nobody"]) == 2
+
+
+def test_blame_prints_the_uses_of_a_block(files: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["blame", str(files["s1"]), "0:7"]) == 0
+    out = capsys.readouterr().out
+    assert "owned    by request R, until event 6" in out
+    assert "owned    by request R2, from event 8 on" in out
+    assert cli.run(["blame", str(files["s1"]), "0:99"]) == 0
+    assert "No job, load or transfer of this log names it." in capsys.readouterr().out
+
+
+def test_diff_prints_what_changed_in_either_order(files: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["diff", str(files["s3"]), "10", "36"]) == 0
+    forth = capsys.readouterr().out
+    assert cli.run(["diff", str(files["s3"]), "36", "10"]) == 0
+    assert capsys.readouterr().out == forth
+    assert "From event 10 to event 36" in forth
+
+
+def test_blast_radius_prints_keys_and_requests(files: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["blast-radius", str(files["s1"]), "--job", "0"]) == 1
+    assert "request R3 in" in capsys.readouterr().out
+    assert cli.run(["blast-radius", str(files["s1"]), "--job", "0", "--json"]) == 1
+    assert '"request": "R3"' in capsys.readouterr().out
+    assert cli.run(["blast-radius", str(files["s1"]), "--job", "77"]) == 2
+
+
+def test_minimize_writes_a_log_that_can_be_replayed(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    target = tmp_path / "small.db"
+    assert cli.run(["minimize", str(files["s3"]), "--finding", "leak", "-o", str(target)]) == 0
+    assert capsys.readouterr().out.startswith(f"{target}: 5 events left")
+    case = replay_files([target])
+    assert [finding.kind for _, finding in case.findings] == ["leak"]
+    with open_log(target) as log:
+        assert log.meta["minimized_from"] == "s3.db"
+    assert cli.run(["minimize", str(files["s3"]), "--finding", "leak", "-o", str(target)]) == 2
+    assert cli.run(["minimize", str(files["s3"]), "--finding", "poison", "-o", str(tmp_path / "other.db")]) == 2
+    assert not (tmp_path / "other.db").exists()
