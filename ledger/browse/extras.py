@@ -128,6 +128,8 @@ class BlockRanges:
                 runs |= self._open.pop(("recv", event.request), set())
             case ev.RankLoaded():
                 runs |= _runs(event.invalid)
+            case ev.PoisonCaught():
+                runs.add((event.group, event.block, event.block))
             case _:
                 pass
         return runs

@@ -175,8 +175,9 @@ async def _tell(datasette: Any, name: str, log: Log) -> None:
 @hookimpl(optionalhook=True)
 def get_metadata(datasette: Any, key: str | None, database: str | None, table: str | None) -> dict[str, Any]:
     """Return titles and meanings."""
-    # Datasette merges other metadata into what it gets.
-    return {"databases": {name: copy.deepcopy(log.metadata) for name, log in _logs.get(datasette, {}).items()}}
+    # A copy, because Datasette merges other metadata into what it gets.
+    logs = {name: copy.deepcopy(log.metadata) for name, log in _logs.get(datasette, {}).items()}
+    return {"databases": logs} if logs else {}
 
 
 @hookimpl(optionalhook=True)

@@ -240,12 +240,12 @@ WHERE seal."end" <> 'closed'
     Query(
         "alarms",
         "What the engine itself reported",
-        "Broken rules, suspected stalls, results that came too late, lookups that were answered with no hit to break "
-        "a loop.",
+        "Broken rules, suspected stalls, blocks that changed under a put, results that came too late, lookups that "
+        "were answered with no hit to break a loop.",
         """
 SELECT seq, ts_ns, kind, request, job, load, transfer, rank, data
 FROM events
-WHERE kind IN ('invariant_violated', 'stall_suspected', 'report_ignored', 'lookup_suppressed')
+WHERE kind IN ('invariant_violated', 'stall_suspected', 'poison_caught', 'report_ignored', 'lookup_suppressed')
 ORDER BY seq
 LIMIT 1000
 """,
