@@ -198,7 +198,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         super().register_kv_caches(kv_caches)
         self.store.locate_with(BlockLocator(self.token_dbs, self._kv_groups))
         guard = None
-        if self._settings.integrity != "off":
+        if self._settings.integrity != "off" and not self._capacity_only:
             guard = self._make_guard(kv_caches)
             self.store.guard_with(guard)
         if self.kv_send_thread is not None:
