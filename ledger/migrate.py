@@ -8,7 +8,9 @@ This file knows Alembic and SQLAlchemy, which take 0.4 s to import: the writer i
 never does.
 """
 
+import contextlib
 import sqlite3
+from collections.abc import Generator
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -17,6 +19,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import event
+from sqlalchemy.exc import DBAPIError
 
 from ledger import sqlite
 from ledger.errors import FileNewer
@@ -68,12 +71,11 @@ def create(path: Path) -> None:
 
     Raises:
         FileExistsError: there is a file. A log is never continued by a later boot.
-        OSError, sqlite3.Error, sqlalchemy.exc.SQLAlchemyError: it cannot be made there. Nothing is left behind.
+        OSError, sqlite3.Error: it cannot be made there. Nothing is left behind.
     """
     path.touch(exist_ok=False)
     try:
-        engine = connect(path)
-        with engine.begin() as connection:
+        with _driver_errors(), connect(path).begin() as connection:
             connection.exec_driver_sql(f"PRAGMA application_id = {sqlite.APPLICATION_ID}")
             _run(connection, LOG)
     except BaseException:
@@ -87,9 +89,9 @@ def upgrade(path: Path, target: tuple[str, ...] = LOG) -> None:
 
     Raises:
         FileNewer: the file has a revision that this kvledger does not know.
-        sqlalchemy.exc.SQLAlchemyError: the file cannot be changed.
+        sqlite3.Error: the file cannot be changed.
     """
-    with connect(path).begin() as connection:
+    with _driver_errors(), connect(path).begin() as connection:
         unknown = set(_revisions(connection)) - known_revisions()
         if unknown:
             raise FileNewer(
@@ -100,8 +102,19 @@ def upgrade(path: Path, target: tuple[str, ...] = LOG) -> None:
 
 def current_revision(path: Path) -> tuple[str, ...]:
     """Return the revisions of a file that nobody writes, one for each line it has, in alphabetical order."""
-    with connect(path).connect() as connection:
+    with _driver_errors(), connect(path).connect() as connection:
         return tuple(sorted(_revisions(connection)))
+
+
+@contextlib.contextmanager
+def _driver_errors() -> Generator[None]:
+    """Raise SQLite's own errors, so that whoever calls needs to know of no other."""
+    try:
+        yield
+    except DBAPIError as error:
+        if isinstance(error.orig, sqlite3.Error):
+            raise error.orig from error
+        raise
 
 
 def _revisions(connection: sa.Connection) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ This file knows events and `ledger.sqlite`.
 import contextlib
 import operator
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -88,7 +89,7 @@ class LogFile:
         try:
             self._check_owner()
             self.revisions = self._check_revisions()
-            self.meta: dict[str, str] = dict(self._rows("SELECT key, value FROM meta"))
+            self.meta = {str(key): str(value) for key, value in self._rows("SELECT key, value FROM meta")}
             self.sealed = any(revision in sqlite.SEALED_REVISIONS for revision in self.revisions)
             self._check_ends()
         except BaseException:
@@ -133,7 +134,8 @@ class LogFile:
     @property
     def held_back_ms(self) -> int:
         """How many milliseconds of events the writer of a torn log may have held in memory when it was killed."""
-        return int(self.meta.get("flush_interval_ms", "0"))
+        text = self.meta.get("flush_interval_ms", "")
+        return int(text) if text.isdecimal() else 0
 
     @property
     def lacks_wal(self) -> bool:
@@ -178,7 +180,7 @@ class LogFile:
         try:
             yield from self._patiently(lambda: self._connection.execute(sql))
         except _DAMAGE as error:
-            raise self._problem(error) from error
+            raise self.problem(error) from error
 
     def copy(self, target: Path) -> None:
         """Copy the log as it is now into a new file, without a write-ahead log. A live one goes on meanwhile.
@@ -194,10 +196,23 @@ class LogFile:
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
         except sqlite3.Error as error:
             if error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
-                raise self._problem(error) from error
+                raise self.problem(error) from error
             raise
         finally:
             copy.close()
+
+    def problem(self, error: Exception) -> LedgerFileError:
+        """Return what an error of SQLite means for whoever reads this file."""
+        if isinstance(error, sqlite3.Error):
+            name = getattr(error, "sqlite_errorname", None) or ""
+            if name.startswith(_NOT_THE_FILE):
+                return LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.")
+        first = last = count = 0
+        with contextlib.suppress(OSError):
+            for seq, _ in salvage.events(self._file):
+                first, last, count = min(first or seq, seq), max(last, seq), count + 1
+        readable = f"{count} events from {first} to {last} can still be read" if count else "no event can be read"
+        return FileCorrupt(f"{self.path}: is damaged or cut off, {readable} ({sqlite.brief(error)}). {_COPY_AGAIN}")
 
     def _fetch(self, sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query, of a copy of what can be read if the file is damaged and that is tolerated."""
@@ -372,7 +387,7 @@ class LogFile:
 
     def _give_up_or_salvage(self, error: Exception) -> None:
         """Raise what is wrong with the file or, if damage is tolerated, go on with a copy of what can be read."""
-        problem = self._problem(error)
+        problem = self.problem(error)
         if not self._tolerate or self._salvaged or not isinstance(problem, FileCorrupt):
             raise problem from error
         self.damage.append(str(problem))
@@ -395,8 +410,10 @@ class LogFile:
             return []
 
     def _check_revisions(self) -> tuple[str, ...]:
-        revisions = tuple(sorted(name for (name,) in self._rows("SELECT version_num FROM alembic_version")))
+        revisions = tuple(sorted(str(name) for (name,) in self._rows("SELECT version_num FROM alembic_version")))
         unknown = [name for name in revisions if name not in sqlite.LOG_REVISIONS + sqlite.SEALED_REVISIONS]
+        if not revisions or not all(map(_REVISION.fullmatch, unknown)):
+            raise self.problem(sqlite3.DatabaseError("it names no schema"))
         if unknown:
             raise FileNewer(f"{self.path}: has the schema {', '.join(unknown)} of a newer kvledger. {_UPGRADE}")
         return revisions
@@ -404,19 +421,6 @@ class LogFile:
     def _check_ends(self) -> None:
         """Look at both ends of the log: a file that was cut has lost the second one."""
         _ = self.first_seq, self.last_seq
-
-    def _problem(self, error: Exception) -> LedgerFileError:
-        """Return what an error of SQLite means for whoever reads this file."""
-        if isinstance(error, sqlite3.Error):
-            name = getattr(error, "sqlite_errorname", None) or ""
-            if name.startswith(_NOT_THE_FILE):
-                return LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.")
-        first = last = count = 0
-        with contextlib.suppress(OSError):
-            for seq, _ in salvage.events(self._file):
-                first, last, count = min(first or seq, seq), max(last, seq), count + 1
-        readable = f"{count} events from {first} to {last} can still be read" if count else "no event can be read"
-        return FileCorrupt(f"{self.path}: is damaged or cut off, {readable} ({sqlite.brief(error)}). {_COPY_AGAIN}")
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         return [
@@ -446,6 +450,7 @@ _NOT_THE_FILE = tuple(
 """Errors of SQLite's that say nothing about what the file holds."""
 
 _PAGE = "SELECT seq, data FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+_REVISION = re.compile(r"(log|sealed)_\d{4}")
 _LAST_PLACE = 2**63 - 1
 _COPY_AGAIN = "Copy it again from the host that wrote it, with the -wal file beside it."
 _UPGRADE = "Upgrade kvledger to read it."

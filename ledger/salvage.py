@@ -57,10 +57,21 @@ def copy(path: Path, target: Path, meta: list[tuple[str, str]]) -> None:
         connection.executemany("INSERT INTO found VALUES (?, CAST(? AS TEXT)) ON CONFLICT DO NOTHING", events(path))
         rows = connection.execute("SELECT line FROM found ORDER BY seq")
         while page := rows.fetchmany(PAGE_EVENTS):
-            connection.execute(schema.APPEND, ("[" + ",".join([line for (line,) in page]) + "]",))
+            _append(connection, schema.APPEND, [line for (line,) in page])
         connection.execute("COMMIT")
     finally:
         connection.close()
+
+
+def _append(connection: sqlite3.Connection, append: str, lines: list[str]) -> None:
+    try:
+        connection.execute(append, (f"[{','.join(lines)}]",))
+    except sqlite3.Error:
+        if len(lines) == 1:
+            return  # damaged within; the reader will see that it is missing
+        half = len(lines) // 2
+        _append(connection, append, lines[:half])
+        _append(connection, append, lines[half:])
 
 
 class _Place(msgspec.Struct):

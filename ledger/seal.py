@@ -124,6 +124,8 @@ def seal(source: Path | str, target: Path | str, progress: Callable[[int], None]
         except FileExistsError as error:
             raise LedgerNotWritable(_taken(target)) from error
         except (OSError, sqlite3.Error) as error:
+            if isinstance(error, sqlite3.Error) and error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
+                raise log.problem(error) from error  # the copy is as damaged as the log is
             raise LedgerNotWritable(f"{target} cannot be written: {sqlite.explain(error)}.") from error
         finally:
             for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
@@ -250,38 +252,34 @@ class _Checker:
 
     def _check_chain(self) -> None:
         """Walk events and links side by side; after a problem go on from the link as it was sealed."""
-        links = self._log.query("SELECT seq, hash FROM chain ORDER BY seq")
+        links = self._bytes("SELECT seq, hash FROM chain ORDER BY seq")
         place, before = next(links, (None, b""))
         if place != 0 or before != self._head:
             self._found(0, "meta", "the table meta is not the one that was sealed")
+        sealed_events = 0
+        stored = self._stored()
+        seq, data = next(stored, (None, b""))
         place, link = next(links, (None, b""))
-        for seq, data in self._stored():
-            while place is not None and place < seq:
-                self._removed(place)
-                before = link
-                place, link = next(links, (None, b""))
-            if place != seq:
-                self._found(seq, "added", f"event {seq} is there and was not sealed")
+        while seq is not None or place is not None:
+            if place is None or (seq is not None and seq < place):
+                self._found(seq or 0, "added", f"event {seq} is there and was not sealed")
+                seq, data = next(stored, (None, b""))
                 continue
-            if chain_next(before, data) != link:
-                self._found(seq, "changed", f"event {seq} is not the one that was sealed")
+            if seq is None or place < seq:
+                self._found(place, "removed", f"event {place} was sealed and is not there any more")
+            else:
+                if chain_next(before, data) != link:
+                    self._found(seq, "changed", f"event {seq} is not the one that was sealed")
+                seq, data = next(stored, (None, b""))
+            sealed_events += 1
             before = link
             place, link = next(links, (None, b""))
-        while place is not None:
-            self._removed(place)
-            before = link
-            place, link = next(links, (None, b""))
-        self._check_seal(before)
+        self._check_seal(sealed_events, before)
 
-    def _removed(self, seq: int) -> None:
-        self._found(seq, "removed", f"event {seq} was sealed and is not there any more")
-
-    def _check_seal(self, sealed_head: bytes) -> None:
+    def _check_seal(self, events: int, head: bytes) -> None:
         seals = list(self._log.query("SELECT events, chain_head FROM seal"))
-        if len(seals) != 1:
-            self._found(0, "seal", f"the table seal has {len(seals)} rows and must have one")
-        elif seals[0][1] != sealed_head.hex().encode():
-            self._found(0, "seal", "the chain does not end in the digest that was sealed")
+        if seals != [(events, head.hex().encode())]:
+            self._found(0, "seal", "the table seal does not say how the chain ends")
 
     def _check_holes(self) -> None:
         expected = 1
@@ -292,10 +290,15 @@ class _Checker:
             expected = seq + 1
 
     def _stored(self) -> Iterator[tuple[int, bytes]]:
-        for seq, data in self._log.query("SELECT seq, data FROM events ORDER BY seq"):
+        for seq, data in self._bytes("SELECT seq, data FROM events ORDER BY seq"):
             self._events += 1
             self._head = chain_next(self._head, data)
             yield seq, data
+
+    def _bytes(self, sql: str) -> Iterator[tuple[int, bytes]]:
+        """Yield places and bytes. What is no text and no blob any more cannot be what was sealed."""
+        for seq, value in self._log.query(sql):
+            yield seq, value if isinstance(value, bytes) else b""
 
     def _check_columns(self) -> None:
         from ledger import schema  # noqa: PLC0415 - SQLAlchemy takes 0.3 s
@@ -306,8 +309,8 @@ class _Checker:
     def _check_guards(self) -> None:
         from ledger import schema  # noqa: PLC0415 - as above
 
-        there = {name.decode() for (name,) in self._log.query("SELECT name FROM sqlite_master WHERE type = 'trigger'")}
-        for name in schema.TRIGGERS.keys() - there:
+        there = {name for (name,) in self._log.query("SELECT name FROM sqlite_master WHERE type = 'trigger'")}
+        for name in sorted(name for name in schema.TRIGGERS if name.encode() not in there):
             self._found(0, "guard", f"the trigger {name} is gone: somebody made room for changes")
 
     def _check_pages(self) -> None:

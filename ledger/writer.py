@@ -292,8 +292,6 @@ class Database:
             LedgerNotWritable: it cannot be made. Nothing is left behind.
         """
         # Imported here because it takes 0.4 s, and most processes that load this file make none.
-        from sqlalchemy.exc import DBAPIError  # noqa: PLC0415
-
         from ledger import migrate, schema  # noqa: PLC0415
 
         self._append, self._append_after = schema.APPEND, schema.APPEND_AFTER
@@ -306,13 +304,12 @@ class Database:
             connection.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
             # A SQLite without its JSON functions is found out here, and not by the first event.
             connection.execute(self._append, (b"[]",))
-        except (OSError, sqlite3.Error, DBAPIError) as error:
+        except (OSError, sqlite3.Error) as error:
             self._disconnect()
             if made:
                 for file in (self._path, sqlite.wal_path(self._path), sqlite.shm_path(self._path)):
                     file.unlink(missing_ok=True)
-            cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-            raise LedgerNotWritable(_cannot_start(self._path, cause)) from error
+            raise LedgerNotWritable(_cannot_start(self._path, error)) from error
 
     def append(self, lines: bytes) -> None:
         """Append events, a JSON array of objects. All of them or none; those that are in the file already are left out.
@@ -391,15 +388,12 @@ class Database:
         self._disconnect()
 
 
-def _cannot_start(path: Path, error: BaseException) -> str:
+def _cannot_start(path: Path, error: Exception) -> str:
     folder = path.parent
     if isinstance(error, FileExistsError) and path.exists():
         return f"{path} exists, and a log is never continued by a later start. Give this start an id of its own."
     in_the_way = next((part for part in (folder, *folder.parents) if part.exists()), folder)
-    if not in_the_way.is_dir():
-        reason = f"{in_the_way} is a file and not a folder"
-    else:
-        reason = sqlite.explain(error) if isinstance(error, Exception) else str(error)
+    reason = sqlite.explain(error) if in_the_way.is_dir() else f"{in_the_way} is a file and not a folder"
     return f"the audit log {path} cannot be made: {reason}. Set ledger_path to a folder that this process may write."
 
 

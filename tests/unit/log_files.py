@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -191,7 +191,7 @@ def _mount(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, size_kib: int) -> Iterator[Path]:
+def small_disk(folder: Path, size_kib: int) -> Generator[Path]:
     """A real file system of that size, mounted on a new folder."""
     folder.mkdir()
     _mount("-t", "tmpfs", "-o", f"size={size_kib}k", "kvledger-test", str(folder))
@@ -202,7 +202,7 @@ def small_disk(folder: Path, size_kib: int) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
+def read_only(folder: Path) -> Generator[None]:
     """While it lasts, nothing can be written into `folder`, not even by root."""
     if os.geteuid():
         mode = folder.stat().st_mode
