@@ -469,6 +469,8 @@ class PullingWorker(MooncakeConnectorWorker):
         asking.watch = self.receiver_loop.create_task(self._watch(asking, monitor))
         self._running.add(asking.watch)
         asking.watch.add_done_callback(self._running.discard)
+        # Not in the task itself: one that is cancelled before it has begun runs no line of it.
+        asking.watch.add_done_callback(lambda _: monitor.close(linger=0))
 
     async def _watch(self, asking: Asking, monitor: "zmq.asyncio.Socket") -> None:
         try:
@@ -488,8 +490,6 @@ class PullingWorker(MooncakeConnectorWorker):
                     return await self._without_answer(asking, failures.BROKEN)
         except zmq.ZMQError:
             return None  # the worker ends
-        finally:
-            monitor.close(linger=0)
 
     async def _without_answer(self, asking: Asking, failure: Failure) -> None:
         """Fail the pulls of a peer that will not answer now, and settle them when it is certain that it is gone."""

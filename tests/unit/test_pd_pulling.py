@@ -1,0 +1,532 @@
+"""Every way in which a transfer can fail on the decode side: vLLM's real worker, and peers that misbehave on purpose."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from connector import pd_pulling
+from connector.pd_reports import LateReport, LostReport, PeerReport, PeersReport
+from tests.engine.machine import free_port
+from tests.unit.pd_world import Bootstrap, Decode, Peer, Status, pulls
+
+BLOCKS = [[3, 4, 5]]
+"""What request `r` loads; it has one group."""
+
+
+@pytest.fixture
+def world() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def decode(world: contextlib.ExitStack) -> Decode:
+    made = Decode()
+    world.callback(made.close)
+    return made
+
+
+@pytest.fixture
+def peer(world: contextlib.ExitStack) -> Peer:
+    made = Peer()
+    world.callback(made.vanish)
+    return made
+
+
+@pytest.fixture
+def bootstrap(world: contextlib.ExitStack, peer: Peer) -> Bootstrap:
+    made = Bootstrap(tp0_pp0=peer.address)
+    world.callback(made.close)
+    return made
+
+
+@pytest.fixture
+def two_peers(world: contextlib.ExitStack) -> tuple[Bootstrap, Peer, Peer]:
+    first, second = Peer(), Peer()
+    bootstrap = Bootstrap(tp0_pp0=first.address, tp0_pp1=second.address)
+    for close in (first.vanish, second.vanish, bootstrap.close):
+        world.callback(close)
+    return bootstrap, first, second
+
+
+def failure_of(decode: Decode) -> tuple[str, str, str]:
+    """Return code, stage and peer of the only settled peer."""
+    (report,) = decode.of(PeerReport)
+    return str(report.failure.code), str(report.failure.stage), report.peer
+
+
+def fails(decode: Decode) -> None:
+    """Step until request `r` has failed, and see that vLLM is told of it once, and of the blocks no later."""
+    decode.until(lambda: decode.finished, "the end of the pull")
+    decode.settled_steps()
+    assert decode.finished == ["r"]
+    assert decode.invalid == {3, 4, 5}
+    assert decode.failed == []
+    assert not decode.worker._pulls
+
+
+# --- every origin -----------------------------------------------------------------------------------------------------
+
+
+def test_a_good_answer_finishes_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    asked = peer.take()
+    assert asked.req_blocks == {"r": ("t-r", BLOCKS)}
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished)
+    (named,) = decode.of(PeersReport)
+    assert (named.peers, named.transfer) == (("tp0 pp0",), "t-r")
+    assert failure_of(decode) == ("", "", "tp0 pp0")
+    assert decode.invalid == set()
+
+
+def test_a_bootstrap_server_that_is_not_there_fails_the_pull(decode: Decode) -> None:
+    decode.pull(f"http://127.0.0.1:{free_port()}", {"r": BLOCKS})
+    fails(decode)
+    assert failure_of(decode) == ("PEER_UNREACHABLE", "BOOTSTRAP", "")
+    assert decode.of(PeerReport)[0].failure.exception == "ConnectError"
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1", "no such host", "http://"])
+def test_an_address_that_is_none_fails_the_pull(decode: Decode, address: str) -> None:
+    decode.pull(address, {"r": BLOCKS})
+    fails(decode)
+    code, stage, _ = failure_of(decode)
+    assert (code, stage) == ("PEER_UNREACHABLE", "BOOTSTRAP")
+
+
+@pytest.mark.parametrize(("status", "body"), [(404, None), (500, None), (200, b"not JSON")])
+def test_a_server_that_is_no_bootstrap_server_fails_the_pull(
+    decode: Decode, bootstrap: Bootstrap, status: int, body: bytes | None
+) -> None:
+    bootstrap.status, bootstrap.body = status, body
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    assert failure_of(decode) == ("PEER_UNREACHABLE", "BOOTSTRAP", "")
+
+
+def test_a_bootstrap_server_that_does_not_answer_fails_the_pull(
+    decode: Decode, bootstrap: Bootstrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "0.1")
+    bootstrap.hang.clear()
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    assert failure_of(decode) == ("LOAD_TIMEOUT", "BOOTSTRAP", "")
+
+
+def test_an_engine_that_the_bootstrap_server_does_not_know_fails_the_pull(decode: Decode, bootstrap: Bootstrap) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS}, engine="another")
+    fails(decode)
+    assert failure_of(decode) == ("PEER_NOT_READY", "REGISTRATION", "")
+
+
+def test_a_prefill_of_which_a_rank_is_missing_fails_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    bootstrap.workers = {"1": {"0": peer.address}}
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    code, stage, _ = failure_of(decode)
+    assert (code, stage) == ("UNKNOWN", "REGISTRATION")
+    assert decode.of(PeerReport)[0].failure.exception == "KeyError"
+
+
+def test_an_error_reply_fails_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.ERROR, line="Mooncake KV region length mismatch for homogeneous TP at region 0: ...")
+    fails(decode)
+    assert failure_of(decode) == ("VERSION_MISMATCH", "REGISTRATION", "tp0 pp0")
+
+
+def test_an_error_reply_without_a_reason_is_unknown(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.ERROR)
+    fails(decode)
+    assert failure_of(decode) == ("UNKNOWN", "SEND", "tp0 pp0")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "stage"),
+    [
+        ("Timeout waiting for P side ready.", "PEER_NOT_READY", "SEND"),
+        ("Mooncake transfer engine returned -1", "TRANSFER_FAILED", "SEND"),
+        ("P num blocks less than D", "BLOCK_NOT_FOUND", "SEND"),
+        ("KV group count mismatch", "VERSION_MISMATCH", "REGISTRATION"),
+        ("KV group count mismatch; Mooncake transfer engine returned -1", "UNKNOWN", "SEND"),
+        ("something new", "UNKNOWN", "SEND"),
+    ],
+)
+def test_a_request_that_the_peer_could_not_serve_fails(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, line: str, code: str, stage: str
+) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.FINISH, err=["r"], line=line)
+    fails(decode)
+    assert failure_of(decode) == (code, stage, "tp0 pp0")
+    assert decode.of(PeerReport)[0].failure.raw == line
+
+
+def test_a_request_that_the_peer_leaves_out_fails(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS, "other": [[7]]})
+    peer.take()
+    peer.answer(Status.FINISH, ok=["other"])
+    decode.until(lambda: len(decode.finished) == 2)
+    codes = {report.request: str(report.failure.code) for report in decode.of(PeerReport)}
+    assert codes == {"r": "PEER_OMITTED", "other": ""}
+    assert decode.invalid == {3, 4, 5}
+
+
+def test_an_answer_that_cannot_be_read_fails_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.say(b"\xc1 no message")
+    fails(decode)
+    code, stage, name = failure_of(decode)
+    assert (code, stage, name) == ("UNKNOWN", "RECV", "tp0 pp0")
+    assert decode.of(PeerReport)[0].failure.exception == "DecodeError"
+
+
+def test_a_layout_that_the_peer_has_lost_twice_fails_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    if not hasattr(Status, "LAYOUT_MISS"):
+        # vLLM 0.32 has no such status, so it is an answer that cannot be read: the pull ends all the same.
+        peer.say(b"\x81\xa6status\x03")
+        fails(decode)
+        assert failure_of(decode)[:2] == ("UNKNOWN", "RECV")
+        return
+    peer.answer(Status.LAYOUT_MISS, line="Mooncake KV layout 0x1 from 127.0.0.1:1 is not cached.")
+    fails(decode)
+    assert failure_of(decode) == ("PEER_NOT_READY", "REGISTRATION", "tp0 pp0")
+
+
+def test_a_socket_that_times_out_fails_the_pull(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Upstream's socket gives the peer a minute more than the prefill gives itself.
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "-59")
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    fails(decode)
+    assert failure_of(decode) == ("LOAD_TIMEOUT", "RECV", "tp0 pp0")
+    assert decode.of(PeerReport)[0].failure.exception == "Again"
+
+
+def test_a_peer_whose_process_is_gone_settles_at_once(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.vanish()
+    fails(decode)
+    assert failure_of(decode) == ("PEER_UNREACHABLE", "RECV", "tp0 pp0")
+
+
+def test_a_peer_that_was_never_there_settles_at_once(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    peer.vanish()
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    assert failure_of(decode) == ("PEER_UNREACHABLE", "RECV", "tp0 pp0")
+
+
+def test_a_new_prefill_is_looked_for_once_the_old_one_is_gone(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, world: contextlib.ExitStack
+) -> None:
+    peer.vanish()
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    successor = Peer()
+    world.callback(successor.vanish)
+    bootstrap.add("tp0_pp0", successor.address)
+    decode.pull(bootstrap.address, {"again": BLOCKS})
+    successor.take()
+    successor.answer(Status.FINISH, ok=["again"])
+    decode.until(lambda: "again" in decode.finished)
+
+
+# --- blocks are given back only when nobody may write into them -------------------------------------------------------
+
+
+def test_a_connection_that_breaks_fails_the_pull_and_frees_nothing_while_the_peer_lives(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.break_connection()
+    (lost,) = decode.until_report(LostReport)
+    assert (str(lost.failure.code), str(lost.failure.stage), lost.peer) == ("PEER_UNREACHABLE", "RECV", "tp0 pp0")
+    decode.until(lambda: decode.invalid)
+    decode.settled_steps()
+    assert decode.invalid == {3, 4, 5}
+    assert decode.finished == []
+    peer.vanish()
+    decode.until(lambda: decode.finished)
+    assert failure_of(decode) == ("PEER_UNREACHABLE", "RECV", "tp0 pp0")
+
+
+def test_an_answer_that_came_before_the_connection_broke_counts(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished)
+    peer.vanish()
+    decode.settled_steps()
+    assert failure_of(decode) == ("", "", "tp0 pp0")
+
+
+def test_a_failed_pull_is_held_until_its_other_peer_has_settled(
+    decode: Decode, two_peers: tuple[Bootstrap, Peer, Peer]
+) -> None:
+    bootstrap, first, second = two_peers
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    first.take()
+    second.take()
+    assert decode.until_report(PeersReport)[0].peers == ("tp0 pp0", "tp0 pp1")
+    first.answer(Status.FINISH, err=["r"], line="Mooncake transfer engine returned -1")
+    decode.until(lambda: decode.invalid, "the failed blocks")
+    decode.settled_steps()
+    assert decode.finished == []
+    second.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished)
+    decode.settled_steps()
+    assert decode.finished == ["r"]
+    assert [(report.peer, str(report.failure.code)) for report in decode.of(PeerReport)] == [
+        ("tp0 pp0", "TRANSFER_FAILED"),
+        ("tp0 pp1", ""),
+    ]
+
+
+def test_a_pull_that_both_peers_fail_is_counted_once(decode: Decode, two_peers: tuple[Bootstrap, Peer, Peer]) -> None:
+    bootstrap, first, second = two_peers
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    for peer in (first, second):
+        peer.take()
+        peer.answer(Status.ERROR, line="no")
+    fails(decode)
+    assert len(decode.of(PeerReport)) == 2
+    assert len(decode.worker.xfer_stats.data["num_failed_recvs"]) == 1
+
+
+def test_a_pull_is_finished_when_both_peers_have_sent(decode: Decode, two_peers: tuple[Bootstrap, Peer, Peer]) -> None:
+    bootstrap, first, second = two_peers
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    first.take()
+    second.take()
+    first.answer(Status.FINISH, ok=["r"])
+    decode.until_report(PeerReport)
+    decode.settled_steps()
+    assert decode.finished == []
+    second.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished)
+    assert decode.invalid == set()
+
+
+# --- late and twice ---------------------------------------------------------------------------------------------------
+
+
+def test_a_result_that_comes_twice_changes_nothing(decode: Decode, two_peers: tuple[Bootstrap, Peer, Peer]) -> None:
+    bootstrap, first, second = two_peers
+    decode.pull(bootstrap.address, {"r": BLOCKS, "other": [[7]]})
+    first.take()
+    second.take()
+    first.answer(Status.CONTINUE, ok=["r"])
+    first.answer(Status.CONTINUE, ok=["r"])
+    first.answer(Status.CONTINUE, err=["r"], line="no")
+    late = decode.until_report(LateReport, 2)
+    assert {(report.request, report.transfer, report.why) for report in late} == {
+        ("r", "t-r", "tp0 pp0 had settled before")
+    }
+    second.answer(Status.FINISH, ok=["r", "other"])
+    first.answer(Status.FINISH, ok=["other"])
+    decode.until(lambda: len(decode.finished) == 2)
+    assert decode.invalid == set()
+    assert not any(report.failure.code for report in decode.of(PeerReport))
+
+
+def test_a_success_after_a_failure_does_not_revive_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS, "other": [[7]]})
+    peer.take()
+    peer.answer(Status.CONTINUE, err=["r"], line="no")
+    peer.answer(Status.CONTINUE, ok=["r"])
+    decode.until_report(LateReport)
+    peer.answer(Status.FINISH, ok=["other"])
+    decode.until(lambda: len(decode.finished) == 2)
+    assert decode.invalid == {3, 4, 5}
+
+
+def test_an_answer_for_a_request_that_was_not_asked_for_is_noted(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.CONTINUE, ok=["stranger"])
+    (late,) = decode.until_report(LateReport)
+    assert (late.request, late.why) == ("stranger", "tp0 pp0 was not asked for it")
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished)
+    assert decode.finished == ["r"]
+
+
+# --- the watchdog -----------------------------------------------------------------------------------------------------
+
+
+def test_the_watchdog_settles_what_no_origin_reports(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pulling, "answer_timeout_s", lambda: 0.2)
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    fails(decode)
+    assert failure_of(decode) == ("LOAD_TIMEOUT", "WATCHDOG", "tp0 pp0")
+
+
+def test_the_watchdog_needs_no_engine_steps(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pulling, "answer_timeout_s", lambda: 0.2)
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    deadline = time.monotonic() + 20
+    while decode.worker._pulls:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert decode.finished == []
+    fails(decode)
+
+
+def test_the_watchdog_ends_a_search_that_does_not_end(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pulling, "bootstrap_timeout_s", lambda: 0.2)
+    bootstrap.hang.clear()
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    assert failure_of(decode) == ("LOAD_TIMEOUT", "WATCHDOG", "")
+    # What is found afterwards is not asked: the blocks are another's by now.
+    monkeypatch.undo()
+    bootstrap.hang.set()
+    decode.pull(bootstrap.address, {"next": [[8]]})
+    assert set(peer.take().req_blocks) == {"next"}
+
+
+def test_only_an_answer_that_settles_something_gives_the_peer_its_time_again(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[None] = []
+    monkeypatch.setattr(pd_pulling, "answer_timeout_s", lambda: started.append(None) or 60.0)
+    decode.pull(bootstrap.address, {"r": BLOCKS, "other": [[7]]})
+    peer.take()
+    assert len(started) == 1
+    peer.answer(Status.CONTINUE, ok=["other"])
+    peer.answer(Status.CONTINUE, ok=["other"])
+    decode.until_report(LateReport)
+    assert len(started) == 2
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: len(decode.finished) == 2)
+
+
+def test_an_answer_after_the_watchdog_changes_nothing(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pulling, "answer_timeout_s", lambda: 0.2)
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    fails(decode)
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.settled_steps()
+    assert decode.finished == ["r"]
+    assert decode.invalid == {3, 4, 5}
+
+
+# --- what vLLM is told, and when --------------------------------------------------------------------------------------
+
+
+def test_a_pull_without_blocks_only_releases_and_is_never_reported(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    decode.pull(bootstrap.address, {"gone": []})
+    peer.take()
+    peer.answer(Status.FINISH, ok=["gone"])
+    decode.until_report(PeerReport)
+    decode.settled_steps()
+    assert decode.finished == []
+    assert decode.invalid == set()
+
+
+def test_a_pull_without_blocks_that_fails_is_never_reported(decode: Decode) -> None:
+    decode.pull(f"http://127.0.0.1:{free_port()}", {"gone": []})
+    decode.until_report(PeerReport)
+    decode.settled_steps()
+    assert decode.finished == []
+    assert decode.invalid == set()
+
+
+def test_the_books_hear_of_a_failure_a_step_before_vllm_does(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.ERROR, line="no")
+    fails(decode)
+    reported = max(step for step, what in decode.order if what == "report")
+    assert [step for step, what in decode.order if what == "invalid"] == [reported + 1]
+    assert [step for step, what in decode.order if what == "finished"] == [reported + 1]
+
+
+def test_the_books_hear_of_a_success_no_later_than_vllm_does(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished)
+    reported = max(step for step, what in decode.order if what == "report")
+    (finished,) = [step for step, what in decode.order if what == "finished"]
+    assert reported <= finished
+
+
+def test_with_several_groups_the_request_is_reported_and_no_blocks(
+    world: contextlib.ExitStack, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    decode = Decode(groups=2)
+    world.callback(decode.close)
+    decode.pull(bootstrap.address, {"r": [[3, 4], [3]]})
+    peer.take()
+    peer.answer(Status.ERROR, line="no")
+    decode.until(lambda: decode.finished)
+    decode.settled_steps()
+    assert decode.finished == ["r"]
+    assert decode.failed == ["r"]
+    assert decode.invalid == set()
+
+
+def test_one_wrong_address_does_not_fail_the_requests_beside_it(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    both = pulls(f"http://127.0.0.1:{free_port()}", {"r": BLOCKS})
+    both = pulls(bootstrap.address, {"right": [[7]]}, metadata=both)
+    decode.step(both)
+    for _ in range(2):  # the engine is known by then, so the other request is served, too
+        (request,) = peer.take().req_blocks
+        peer.answer(Status.FINISH, ok=[request])
+    decode.until(lambda: len(decode.finished) == 2)
+    assert not any(report.failure.code for report in decode.of(PeerReport))
+
+
+def test_a_peer_line_with_a_request_id_is_not_kept_when_ids_are_hashed(
+    world: contextlib.ExitStack, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    decode = Decode(hash_request_ids=True)
+    world.callback(decode.close)
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.ERROR, line="'secret-request-id'")
+    fails(decode)
+    assert "secret" not in decode.of(PeerReport)[0].failure.raw
+
+
+def test_the_worker_ends_while_peers_are_asked(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    decode.close()
+    assert decode.of(PeerReport) == []

@@ -1,0 +1,246 @@
+"""How a send ends on the prefill's side: vLLM's real worker, with a real decode's worker or one that only asks."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
+
+from connector.pd_reports import PeerReport, PushReport, SentReport
+from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status
+
+BLOCKS = [[3, 4, 5]]
+
+
+@pytest.fixture
+def world() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def prefill(world: contextlib.ExitStack) -> Prefill:
+    made = Prefill()
+    world.callback(made.close)
+    return made
+
+
+@pytest.fixture
+def decode(world: contextlib.ExitStack) -> Decode:
+    made = Decode()
+    world.callback(made.close)
+    return made
+
+
+class Asker:
+    """A decode's socket without a decode: asks what it is told to, about memory that may not exist."""
+
+    def __init__(self, prefill: Prefill) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(f"tcp://127.0.0.1:{prefill.worker.side_channel_port}")
+        self._like = prefill.worker
+
+    def ask(self, requests: dict[str, list[list[int]]], **other: Any) -> None:
+        """Ask for requests, with the layout of the prefill itself unless told otherwise."""
+        worker = self._like
+        fields: dict[str, Any] = {
+            "remote_hostname": "127.0.0.1",
+            "remote_port": 1,
+            "remote_tp_size": 1,
+            "remote_tp_rank": 0,
+            "req_blocks": {request: (f"t-{request}", blocks) for request, blocks in requests.items()},
+            "kv_caches_base_addr": worker.kv_caches_base_addr,
+            "block_lens": worker.block_len_per_layer,
+            "kv_block_lens": worker.kv_block_len_per_layer,
+            "registered_layer_names": worker.registered_layer_names,
+            "registered_layer_indices": worker.registered_layer_indices,
+            "registered_group_indices": worker.registered_group_indices,
+            **other,
+        }
+        self._socket.send(msgspec.msgpack.encode(upstream.MooncakeXferMetadata(**fields)))
+
+    def answer(self) -> Any:
+        """Wait for an answer and return it."""
+        if not self._socket.poll(PATIENCE_S * 1000):
+            raise TimeoutError("the prefill does not answer")
+        return msgspec.msgpack.decode(self._socket.recv(), type=upstream.MooncakeXferResponse)
+
+    def close(self) -> None:
+        """Go away."""
+        self._socket.close()
+        self._context.term()
+
+
+@pytest.fixture
+def asker(world: contextlib.ExitStack, prefill: Prefill) -> Asker:
+    made = Asker(prefill)
+    world.callback(made.close)
+    return made
+
+
+def the_send(prefill: Prefill) -> tuple[str, int, str]:
+    """Return outcome, pushes and code of the only send that is over."""
+    prefill.until(lambda: prefill.sent, "the end of the send")
+    prefill.step()
+    assert prefill.sent == ["p-r"]
+    (report,) = prefill.of(SentReport)
+    assert (report.request, report.transfer) == ("p-r", "t-r")
+    return report.outcome, report.pushes, str(report.failure.code)
+
+
+def nothing_is_left(prefill: Prefill) -> None:
+    assert not prefill.worker.reqs_need_send
+    assert not prefill.worker._pushes
+
+
+def test_blocks_arrive_where_the_decode_wants_them(prefill: Prefill, decode: Decode) -> None:
+    (layer,) = prefill.caches
+    prefill.caches[layer][3:6] = torch.arange(3, 6, dtype=torch.bfloat16)[:, None]
+    prefill.send({"p-r": []})
+    decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
+    prefill.send({"p-r": BLOCKS})
+    decode.until(lambda: decode.finished)
+    assert torch.equal(decode.caches[layer][7:10], prefill.caches[layer][3:6])
+    assert the_send(prefill) == ("sent", 1, "")
+    (push,) = prefill.of(PushReport)
+    assert push.peer == "tp0 pp0"
+    assert push.address == f"127.0.0.1:{decode.worker.rpc_port}"
+    assert not decode.of(PeerReport)[0].failure.code
+    nothing_is_left(prefill)
+
+
+def test_a_decode_that_never_asks_lets_the_send_expire(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "0")
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    assert the_send(prefill) == ("expired", 0, "")
+    nothing_is_left(prefill)
+
+
+def test_a_decode_that_needs_nothing_releases_the_send(prefill: Prefill, decode: Decode) -> None:
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    decode.pull(prefill.bootstrap, {"r": []}, ENGINE)
+    assert the_send(prefill) == ("released", 0, "")
+    assert prefill.of(PushReport) == []
+    nothing_is_left(prefill)
+
+
+def test_a_push_to_a_decode_that_is_gone_fails_and_is_held_until_it_expires(
+    prefill: Prefill, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill.send({"p-r": []})
+    asker.ask({"r": [[7, 8, 9]]})
+    prefill.send({"p-r": BLOCKS})
+    response = asker.answer()
+    assert response.err_reqs == ["r"]
+    prefill.settled_steps()
+    assert prefill.sent == []
+    prefill.worker.reqs_need_send["t-r"].expire_time = 0
+    assert the_send(prefill) == ("expired", 1, "TRANSFER_FAILED")
+    nothing_is_left(prefill)
+
+
+def test_a_transfer_engine_that_raises_is_a_failed_push(
+    prefill: Prefill, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raises:
+        """The real engine raises only when it is broken."""
+
+        def batch_transfer_sync_write(self, *args: Any) -> int:
+            raise OSError(5, "broken")
+
+    real, prefill.worker.engine = prefill.worker.engine, Raises()
+    try:
+        prefill.send({"p-r": []})
+        asker.ask({"r": [[7, 8, 9]]})
+        prefill.send({"p-r": BLOCKS})
+        response = asker.answer()
+    finally:
+        prefill.worker.engine = real
+    assert response.err_reqs == ["r"]
+    assert response.status == Status.FINISH
+    assert prefill.worker.reqs_need_send["t-r"].sending == 0
+    prefill.worker.reqs_need_send["t-r"].expire_time = 0
+    outcome, pushes, _ = the_send(prefill)
+    assert (outcome, pushes) == ("expired", 1)
+    (report,) = prefill.of(SentReport)
+    assert report.failure.exception == "OSError"
+
+
+def test_a_question_that_cannot_be_planned_does_not_hold_the_blocks_for_ever(prefill: Prefill, asker: Asker) -> None:
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    # No block of a group that the regions name: upstream raises after it has counted the send as being pushed.
+    asker.ask({"r": [[7, 8, 9]]}, registered_group_indices=[5])
+    asker.answer()
+    prefill.worker.reqs_need_send["t-r"].expire_time = 0
+    assert the_send(prefill)[0] == "expired"
+    nothing_is_left(prefill)
+
+
+def test_planning_that_raises_gives_the_count_of_pushes_back(
+    prefill: Prefill, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(**plan: Any) -> Any:
+        raise AssertionError("the layouts do not fit")
+
+    monkeypatch.setattr(prefill.worker, "_get_sender_transfer_plan", broken)
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    asker.ask({"r": [[7, 8, 9]]})
+    assert asker.answer().status == Status.ERROR
+    assert prefill.worker.reqs_need_send["t-r"].sending == 0
+    prefill.worker.reqs_need_send["t-r"].expire_time = 0
+    outcome, _, _ = the_send(prefill)
+    assert outcome == "expired"
+    assert prefill.of(SentReport)[0].failure.exception == "AssertionError"
+
+
+def test_a_question_that_does_not_fit_is_answered_and_the_blocks_stay(prefill: Prefill, asker: Asker) -> None:
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    asker.ask({"r": [[7], [8]]})
+    assert asker.answer().err_reqs == ["r"]
+    assert prefill.worker.reqs_need_send["t-r"].sending == 0
+    prefill.worker.reqs_need_send["t-r"].expire_time = 0
+    assert the_send(prefill) == ("expired", 1, "VERSION_MISMATCH")
+
+
+def test_withdrawing_a_send_that_is_not_known_does_not_lose_the_others(prefill: Prefill) -> None:
+    prefill.send({"p-r": [], "p-other": []})
+    prefill.send({}, withdraw={"t-unknown", "t-other"})
+    prefill.until(lambda: "t-other" not in prefill.worker.reqs_need_send)
+    assert set(prefill.worker.reqs_need_send) == {"t-r"}
+    assert set(prefill.worker._pushes) == {"t-r"}
+
+
+def test_a_send_that_is_ready_without_having_run_is_held_all_the_same(prefill: Prefill, decode: Decode) -> None:
+    prefill.send({"p-r": BLOCKS})
+    decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
+    assert the_send(prefill) == ("sent", 1, "")
+
+
+def test_a_transfer_that_nobody_prefills_is_forgotten_once_its_decode_was_told(
+    prefill: Prefill, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "0")
+    asker.ask({"r": [[7, 8, 9]]})
+    assert asker.answer().err_reqs == ["r"]
+    prefill.until(lambda: not prefill.worker.reqs_need_send, "the transfer to be forgotten")
+    assert not prefill.worker._asked
+
+
+def test_the_worker_ends_while_a_decode_waits(prefill: Prefill, asker: Asker) -> None:
+    asker.ask({"r": [[7, 8, 9]]})
+    prefill.until(lambda: prefill.worker.reqs_need_send)
+    prefill.close()
+    assert not prefill.worker.sender_loop.is_running()
+    assert isinstance(prefill.worker.sender_loop, asyncio.AbstractEventLoop)
