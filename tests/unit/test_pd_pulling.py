@@ -1,4 +1,4 @@
-"""Every way in which a transfer can fail on the decode side: vLLM's real worker, and peers that misbehave on purpose."""
+"""Every way in which a transfer can fail on the decode side: the real worker, and peers that misbehave on purpose."""
 
 import contextlib
 import time
