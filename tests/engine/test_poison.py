@@ -1,0 +1,109 @@
+"""A real poisoning and its truth: the keys that `replay` names are those whose bytes in the store are wrong, no more and no fewer."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ledger import events as ev
+from ledger.blast import blast_radius
+from ledger.reader import open_log
+from ledger.replay import replay
+from tests.engine.conftest import Run, run_scenario
+
+WRONG_RELATIVE_ERROR = 0.05
+"""The same KV computed in another batch differs by less than 1e-3; KV of other tokens differs by about 1."""
+
+PoisonRun = Callable[[str], Run]
+
+
+@pytest.fixture(scope="module")
+def poison_run(tmp_path_factory: pytest.TempPathFactory) -> PoisonRun:
+    runs: dict[str, Run] = {}
+
+    def run(name: str) -> Run:
+        if name not in runs:
+            folder = tmp_path_factory.mktemp(name)
+            runs[name] = Run(run_scenario("tests.engine.poison", name, folder), folder)
+        return runs[name]
+
+    return run
+
+
+def stored(run: Run) -> dict[str, torch.Tensor]:
+    """Return the KV that the store held at the end of a run, by the hash in the log."""
+    held = json.loads((run.folder / "truth.json").read_text())
+    return {
+        key[:16]: torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.bfloat16).float()
+        for key, value in held.items()
+    }
+
+
+def wrong_keys(run: Run, clean: Run) -> set[str]:
+    """Return the keys of `run` whose bytes are not those of the clean run."""
+    right = stored(clean)
+    held = stored(run)
+    assert held.keys() <= right.keys()
+    return {
+        key
+        for key, value in held.items()
+        if ((value - right[key]).norm() / right[key].norm()).item() > WRONG_RELATIVE_ERROR
+    }
+
+
+def keys_named(log: Path) -> set[str]:
+    """Return the keys that the poison findings of a log name."""
+    with open_log(log) as file:
+        findings = [finding for finding in replay(file.events()).findings if finding.kind == "poison"]
+    keys: set[str] = set()
+    for finding in findings:
+        for job in finding.jobs:
+            with open_log(log) as file:
+                radius = blast_radius([file.events], job)
+            assert radius is not None
+            keys.update(radius.keys)
+    return keys
+
+
+@pytest.mark.timeout(900)
+def test_replay_names_exactly_the_keys_whose_bytes_are_wrong(poison_run: PoisonRun) -> None:
+    run = poison_run("poisoned")
+    wrong = wrong_keys(run, poison_run("clean"))
+    assert wrong, "the run was not slow enough to poison a key"
+    assert keys_named(run.logs[0]) == wrong
+
+
+@pytest.mark.timeout(900)
+def test_replay_names_the_jobs_the_blocks_both_owners_and_the_requests_that_loaded_the_keys(poison_run: PoisonRun) -> None:
+    run = poison_run("poisoned")
+    events = run.events()
+    loaded = {
+        (event.request, key) for event in events if isinstance(event, ev.TransferStarted) and event.op == "get" for key in event.keys
+    }
+    pinned = {event.job: event.blocks for event in events if isinstance(event, ev.PinTouched)}
+    findings = [finding for finding in replay(events).findings if finding.kind == "poison"]
+    for finding in findings:
+        (job,) = finding.jobs
+        assert finding.blocks
+        assert pinned[job]
+        assert len(finding.requests) >= 2  # the owner whose key it is, and the one who got the block
+        radius = blast_radius([lambda: iter(events)], job)
+        assert radius is not None
+        readers = {(reach.request, reach.key) for reach in radius.reached if reach.how == "loaded"}
+        assert readers <= loaded
+        assert {request for request, key in loaded if key in radius.keys} <= {request for request, _ in readers}
+
+
+@pytest.mark.timeout(900)
+def test_with_references_the_same_run_has_no_wrong_key_and_no_finding(poison_run: PoisonRun) -> None:
+    run = poison_run("pinned")
+    assert wrong_keys(run, poison_run("clean")) == set()
+    assert replay(run.events(), "closed").findings == []
+
+
+@pytest.mark.timeout(900)
+def test_tokens_stay_right_since_the_damage_is_in_the_store(poison_run: PoisonRun) -> None:
+    assert poison_run("poisoned").result["first"] == poison_run("clean").result["first"]
