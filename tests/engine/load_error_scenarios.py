@@ -54,23 +54,24 @@ def store_client(segment_bytes: int) -> Any:
     return store
 
 
-def storage() -> None:
+def storage(segment_bytes: int) -> None:
     """Offer memory to the store until standard input ends."""
-    client = store_client(256 << 20)
+    client = store_client(segment_bytes)
     print("ready", flush=True)
     sys.stdin.read()
     client.close()
 
 
 @contextlib.contextmanager
-def storage_node(folder: Path) -> Generator["subprocess.Popen[bytes]"]:
+def storage_node(folder: Path, segment_bytes: int = 256 << 20) -> Generator["subprocess.Popen[bytes]"]:
     """Run a process that holds the store's memory, and have engines bring none of their own."""
     path = Path(os.environ["MOONCAKE_CONFIG_PATH"])
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "mode": "standalone-store", "global_segment_size": 0}))
     with (folder / "storage.log").open("ab") as log:
         node = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, "storage", str(folder)],
+            [sys.executable, "-m", "tests.engine.load_error_scenarios", "storage", str(segment_bytes)],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -241,7 +242,7 @@ SCENARIOS = {scenario.__name__: scenario for scenario in (recompute, fail, suffi
 if __name__ == "__main__":
     name, path = sys.argv[1], Path(sys.argv[2])
     if name == "storage":
-        storage()
+        storage(int(sys.argv[2]))
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what was started is ended
         cpu_environment(path)
