@@ -23,7 +23,7 @@ from ledger.reader import UPCASTERS
 SHOWN_ITEMS = 6
 """Items of a list that are shown; a finding may name hundreds of requests."""
 
-SHOWN_CHARACTERS = 24
+SHOWN_CHARACTERS = 16
 """Of a request's id, whose beginning tells it from others; the whole id is in the tooltip and the address."""
 
 SHOWN_JSON_CHARACTERS = 2_048
