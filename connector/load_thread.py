@@ -252,11 +252,17 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
         explained = list(answers)
         for index, answer in enumerate(answers):
             if answer in MISFIT:
-                expected, found = sum(targets[index].sizes), self.store.get_size(targets[index].key)
+                found, expected = self._size_of(targets[index].key), sum(targets[index].sizes)
                 if found >= 0 and found != expected:
                     raw = f"{answer}: the value has {found} bytes, the block {expected}"
                     explained[index] = Reject(KVCacheErrorCode.VERSION_MISMATCH, raw, Stage.STORE_GET)
         return explained
+
+    def _size_of(self, key: str) -> int:
+        try:
+            return int(self.store.get_size(key))
+        except Exception:  # noqa: BLE001 - the load has failed already; without an answer its code stays what it is
+            return -1
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
