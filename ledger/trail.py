@@ -38,6 +38,7 @@ class Trail:
         sends, recvs: P/D transfers by request id, from their registration until they are over.
         requests: by request id, from the first event that names it until it ends.
         answered: by rank, the last event by which that rank answered a job or a load.
+        reported: by rank, its last report of a store job.
         opened: the log's first event, if the log has it.
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
@@ -51,6 +52,7 @@ class Trail:
         self.recvs: dict[str, Chain] = {}
         self.requests: dict[str, Chain] = {}
         self.answered: dict[int, ev.RankCompleted | ev.RankLoaded] = {}
+        self.reported: dict[int, ev.RankCompleted] = {}
         self.opened: ev.LogOpened | None = None
         self.closed: ev.LogClosed | None = None
         self.gaps: list[ev.Gap] = []
@@ -148,7 +150,7 @@ class Trail:
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
         self.jobs[event.job].append(event)
-        self.answered[event.rank] = event
+        self.answered[event.rank] = self.reported[event.rank] = event
 
     def on_job_settled(self, event: ev.JobSettled) -> None:
         if event.job in self.state.book.jobs:

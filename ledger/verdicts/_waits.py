@@ -199,6 +199,19 @@ def report_is_lost(view: RankView, end: End) -> bool:
     return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - last.mono_ns >= REPORT_NS
 
 
+def _is_overtaken(trail: Trail, number: int, chain: Chain, view: RankView) -> bool:
+    """Return whether the rank has long since reported a job that was registered later.
+
+    A rank works its jobs off in the order in which they come, so it owes no report of an earlier one any more, unless it
+    is inside a call for it.
+    """
+    later = trail.reported.get(view.rank)
+    if later is None or later.job <= number or not chain or view.doing not in ("ended", "silent"):
+        return False
+    since = view.last if view.last is not None else chain[0]
+    return later.step - since.step >= REPORT_STEPS and later.mono_ns - since.mono_ns >= REPORT_NS
+
+
 def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
     chain = trail.jobs.get(number, [])
     open_ns = max(end.now_mono_ns - job.since_mono_ns, 0)
@@ -218,7 +231,9 @@ def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> W
         begun=True,
         failed="failed" in job.outcomes.values(),
         quarantined=job.quarantined,
-        overdue=job.suspected or open_ns >= suspect_ns or any(report_is_lost(view, end) for view in missing),
+        overdue=job.suspected
+        or open_ns >= suspect_ns
+        or any(report_is_lost(view, end) or _is_overtaken(trail, number, chain, view) for view in missing),
         blind=_blind(trail, job.since_seq, job.waiting),
         chain=chain,
     )

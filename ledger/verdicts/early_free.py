@@ -1,7 +1,7 @@
 """`early_free`: blocks were given back although somebody may still read or write them.
 
     a rule      a job or load was settled or freed while ranks had not answered
-    a load      a request gave up the blocks of a load into which ranks may still write
+    a load      blocks of a load or recv were given to somebody while ranks may still write into them
 
 What comes of it, if the blocks are given away meanwhile, is `poison`.
 """
@@ -24,7 +24,7 @@ KEPT_RELEASES = 200
 
 
 class _Released(msgspec.Struct, frozen=True):
-    event: ev.BlocksReleased | ev.BlocksAllocated
+    event: ev.BlocksAllocated
     what: str
     request: str
     began: int
@@ -47,15 +47,11 @@ class EarlyFree(RuleVerdict):
         self._released: list[_Released] = []
         self._told: set[str] = set()
 
-    def on_blocks_released(self, event: ev.BlocksReleased) -> None:
-        """A request gives up blocks; a load or recv into them must be over."""
-        self._look(event)
-
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
-        """Somebody gets blocks; a load or recv of somebody else into them must be over."""
-        self._look(event)
+        """Somebody gets blocks; a load or recv of somebody else into them must be over.
 
-    def _look(self, event: ev.BlocksReleased | ev.BlocksAllocated) -> None:
+        A request that merely gives them up proves nothing: vLLM keeps the blocks of one that ends while it is loading.
+        """
         book = self.state.book
         if not (book.loads or book.recvs):
             return
@@ -75,7 +71,7 @@ class EarlyFree(RuleVerdict):
 
     def _hit(
         self,
-        event: ev.BlocksReleased | ev.BlocksAllocated,
+        event: ev.BlocksAllocated,
         given: set[tuple[int, int]],
         what: str,
         request: str,
@@ -85,8 +81,7 @@ class EarlyFree(RuleVerdict):
     ) -> None:
         if not waiting or what in self._told or len(self._released) >= KEPT_RELEASES:
             return
-        same = event.request == request and event.generation == opened.generation
-        if same == isinstance(event, ev.BlocksAllocated):
+        if event.request == request and event.generation == opened.generation:
             return
         hit = tuple(sorted(given.intersection(expand(opened.blocks))))
         if hit:
@@ -100,7 +95,7 @@ class EarlyFree(RuleVerdict):
         for each in self._released:
             if each.request in told:
                 continue  # the rule was broken by settling it, and this is what came of it
-            verb = "given up" if isinstance(each.event, ev.BlocksReleased) else f"given to request {each.event.request}"
+            verb = f"given to request {each.event.request}"
             shown = [*each.chain, each.event]
             yield Finding(
                 kind="early_free",
