@@ -1,15 +1,17 @@
-"""Records the incident that ships with kvledger: the real engine with real Mooncake, in which one rank's put never returns.
+"""Records the incidents that ship with kvledger, on the real engine with real Mooncake.
 
-    python tools/record_demo.py [--target ledger/demo/hanging-put.db]
+    python tools/record_demo.py hanging-put | poisoned-keys
 
-Two tensor-parallel ranks serve a tiny model on the CPU. On rank 1 the third put blocks for ever, which the real store cannot be made
+`hanging-put`: one rank's put never returns. Two tensor-parallel ranks serve a tiny model on the CPU. On rank 1 the third put blocks for ever, which the real store cannot be made
 to do at will: that one call is the only thing here that is not real. Jobs queue up behind it, their pins eat the pool, requests
 hang, and at last an operator kills the engine. The bound on pins is off, as in a connector that has none. The log is sealed as it
 was left.
+
+`poisoned-keys`: the run of `tests/engine/poison.py` without block references and with slow puts. That replay names exactly the keys
+whose bytes are wrong is shown by `tests/engine/test_poison.py`.
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -96,7 +98,7 @@ def serve(folder: Path) -> None:
 def main() -> None:
     """Record and seal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, default=REPOSITORY / "ledger" / "demo" / "hanging-put.db")
+    parser.add_argument("incident", choices=("hanging-put", "poisoned-keys"))
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -104,12 +106,17 @@ def main() -> None:
         return
     from ledger.seal import seal
 
-    with tempfile.TemporaryDirectory(prefix="record-demo-") as name:
-        subprocess.run([sys.executable, __file__, "--serve", name], check=True, cwd=REPOSITORY)
-        (log,) = Path(name).joinpath("ledger").glob("*.db")
-        arguments.target.unlink(missing_ok=True)
-        report = seal(log, arguments.target)
-    print(json.dumps({"target": str(arguments.target), "report": str(report)}))
+    target = REPOSITORY / "ledger" / "demo" / f"{arguments.incident}.db"
+    with tempfile.TemporaryDirectory(prefix="record-demo-") as folder:
+        if arguments.incident == "hanging-put":
+            command = [__file__, arguments.incident, "--serve", folder]
+        else:
+            command = ["-m", "tests.engine.poison", "poisoned", folder]
+        subprocess.run([sys.executable, *command], check=True, cwd=REPOSITORY)
+        (log,) = Path(folder).joinpath("ledger").glob("*.db")
+        target.unlink(missing_ok=True)
+        seal(log, target)
+    print(f"sealed {target.relative_to(REPOSITORY)}")
 
 
 if __name__ == "__main__":
