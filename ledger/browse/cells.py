@@ -210,8 +210,9 @@ def _kind(value: Any, table: str | None, links: Links) -> Markup | None:
 
 def _code(value: Any, table: str | None, links: Links) -> Markup | None:
     row = _row_of(value)
-    address = links.rows("events", code=value)
-    return _link(value, address, f"{row.meaning}\n{row.action}") if row is not None else _link(value, address)
+    title = f"{row.meaning}\n{row.action}" if row is not None else ""
+    shown = Markup("_<wbr>").join(str(value).split("_"))  # it may be broken at a _ and nowhere else
+    return _link(shown, links.rows("events", code=value), title)
 
 
 def _meaning(value: Any, table: str | None, links: Links) -> Markup | None:
@@ -219,7 +220,7 @@ def _meaning(value: Any, table: str | None, links: Links) -> Markup | None:
     if row is None:
         return None
     again = "may succeed when tried again" if row.retryable else "does not succeed when only tried again"
-    return Markup('<div class="kv-text">{} <em>({})</em><br>{}</div>').format(row.meaning, again, row.action)
+    return Markup('<div class="kv-text">{} ({})<br>{}</div>').format(row.meaning, again, row.action)
 
 
 def _row_of(value: Any) -> Any:
@@ -235,7 +236,7 @@ def _outcome(value: Any, table: str | None, links: Links) -> Markup | None:
     return Markup('<span class="{}">{}</span>').format("kv-bad" if _BAD.search(value) else "kv-good", value)
 
 
-_BAD = re.compile("fail|raised|partial|not returned|aborted|expired|quarantined|proven|suspected|undecidable")
+_BAD = re.compile("fail|raised|partial|not returned|aborted|expired|quarantined")
 
 
 # --- lists, events, text ----------------------------------------------------------------------------------------------
@@ -309,7 +310,6 @@ _SHOW: dict[str, Show] = {
     "outcome": _outcome,
     "end": _outcome,
     "state": _outcome,
-    "certainty": _outcome,
     "requests": _listed(_request),
     "jobs": _listed(_numbered("jobs", "job")),
     "evidence": _listed(_event),

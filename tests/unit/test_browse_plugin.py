@@ -313,6 +313,12 @@ def test_a_log_that_is_not_sealed_says_so(tmp_path: Path):
     assert "/eventful/jobs/" not in events
 
 
+def test_the_manual_names_every_stored_query():
+    manual = (Path(__file__).parents[2] / "docs" / "browse.md").read_text()
+    listed = re.findall(r"^\| (.+?) \| `(\w+)", manual, flags=re.MULTILINE)
+    assert listed == [(query.title, query.name) for query in QUERIES]
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
