@@ -7,6 +7,7 @@ run, the bytes under every key are read back from the store.
     clean      a large pool, no delay, references taken: the bytes that each key should hold
     poisoned   a small pool, slow puts, no references
     pinned     the same small pool and slow puts, with references
+    guarded    as poisoned, with `integrity` on
 """
 
 import base64
@@ -53,7 +54,8 @@ class SlowStore:
 
     def close(self) -> Any:
         """Read every key back, then close."""
-        held = {key.rsplit("@", 1)[-1]: base64.b64encode(bytes(self._store.get(key))).decode() for key in self._keys}
+        values = {key.rsplit("@", 1)[-1]: bytes(self._store.get(key)) for key in self._keys}
+        held = {key: base64.b64encode(value).decode() for key, value in values.items() if value}
         self._truth.write_text(json.dumps(held))
         return self._store.close()
 
@@ -89,14 +91,14 @@ class UnpinnedConnector(ObservedConnector):
             self.connector_scheduler.__class__ = UnpinnedScheduler
 
 
-def run(folder: Path, connector: str, blocks: int, delay_s: float) -> dict[str, Any]:
+def run(folder: Path, connector: str, blocks: int, delay_s: float, **settings: Any) -> dict[str, Any]:
     """Serve eight long requests, then their prompts again from the store."""
     os.environ.update(PUT_DELAY_S=str(delay_s), TRUTH_FILE=str(folder / "truth.json"))
     with mooncake_master(folder):
         llm = make_llm(
             folder,
             connector,
-            {"ledger_path": str(folder / "ledger"), "max_pinned_fraction": 1.0},
+            {"ledger_path": str(folder / "ledger"), "max_pinned_fraction": 1.0, **settings},
             kv_connector_module_path="tests.engine.poison",
             engine_id="poisoned",
             num_gpu_blocks_override=blocks,
@@ -136,6 +138,9 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "clean": lambda folder: run(folder, "ObservedConnector", LARGE_POOL, 0.0),
     "poisoned": lambda folder: run(folder, "UnpinnedConnector", SMALL_POOL, PUT_DELAY_S),
     "pinned": lambda folder: run(folder, "ObservedConnector", SMALL_POOL, PUT_DELAY_S),
+    "guarded": lambda folder: run(
+        folder, "UnpinnedConnector", SMALL_POOL, PUT_DELAY_S, integrity="all", failure_log=str(folder / "failures.jsonl")
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from connector.integrity import TRAILER_BYTES
 from ledger import events as ev
 from ledger.blast import blast_radius
 from ledger.reader import open_log
@@ -107,3 +108,25 @@ def test_with_references_the_same_run_has_no_wrong_key_and_no_finding(poison_run
 @pytest.mark.timeout(900)
 def test_tokens_stay_right_since_the_damage_is_in_the_store(poison_run: PoisonRun) -> None:
     assert poison_run("poisoned").result["first"] == poison_run("clean").result["first"]
+
+
+@pytest.mark.timeout(900)
+def test_with_fingerprints_every_poisoned_key_is_caught_in_the_act_and_removed(poison_run: PoisonRun) -> None:
+    run, right = poison_run("guarded"), stored(poison_run("clean"))
+    events = run.events()
+    caught = [event for event in events if isinstance(event, ev.PoisonCaught)]
+    assert caught, "the run was not slow enough to poison a key"
+    assert all(event.removed and event.before != event.after and event.block > 0 for event in caught)
+    jobs = {event.job for event in caught}
+    told = {event.job for event in events if isinstance(event, ev.RankCompleted) and event.code == "CRC_MISMATCH"}
+    assert jobs == told
+    lines = [json.loads(line) for line in (run.folder / "failures.jsonl").read_text().splitlines()]
+    assert {(line["code"], line["stage"]) for line in lines if line.get("job") in jobs} == {("CRC_MISMATCH", "VERIFY")}
+
+    # What is left in the store is right, and so is everything that was loaded from it.
+    held = json.loads((run.folder / "truth.json").read_text())
+    assert held
+    for key, value in held.items():
+        block = torch.frombuffer(bytearray(base64.b64decode(value)[:-TRAILER_BYTES]), dtype=torch.bfloat16).float()
+        assert ((block - right[key[:16]]).norm() / right[key[:16]].norm()).item() < WRONG_RELATIVE_ERROR
+    assert run.result["first"] == poison_run("clean").result["first"]
