@@ -1,8 +1,9 @@
 """How the connectors extend objects that vLLM builds itself.
 
-vLLM's Mooncake connectors build their halves and threads inside their own constructors, by name, with no hook to pass another
-class. Copying those constructors would tie kvledger to one vLLM version, and swapping names in vLLM's modules would change
-them for everybody. So the finished object is promoted: it becomes an instance of a subclass of ours, which adds no constructor.
+vLLM's Mooncake connectors build their halves and threads inside their own constructors, by name, with no hook to pass
+another class. Copying those constructors would tie kvledger to one vLLM version, and swapping names in vLLM's modules
+would change them for everybody. So the finished object is promoted: it becomes an instance of a subclass of ours, which
+adds no constructor.
 """
 
 from typing import TypeVar

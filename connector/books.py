@@ -1,9 +1,10 @@
-"""The books of one engine, as a connector's scheduler half uses them: log, state, writer, evidence, and what to do when a rule
-is broken.
+"""The books of one engine, as a connector's scheduler half uses them.
 
-`record` is how events come into being. It is called on the engine's thread, so it does no I/O and waits for nobody; the one
-exception it raises by intent is `InvariantViolation`, when the setting says that broken books end the engine. This file may know
-vLLM's configuration; it knows no scheduler, no worker and no Mooncake.
+They hold the log, the state, the writer and the way of evidence, and know what to do when a rule is broken.
+
+`record` is how events come into being. It is called on the engine's thread, so it does no I/O and waits for nobody; the
+one exception it raises by intent is `InvariantViolation`, when the setting says that broken books end the engine. This
+file may know vLLM's configuration; it knows no scheduler, no worker and no Mooncake.
 """
 
 import atexit
@@ -41,7 +42,10 @@ WATCH_INTERVAL_STEPS = 64
 """Steps between two looks at the oldest open work: often enough for a limit in seconds, and free in between."""
 
 ALIVE_INTERVAL_NS = 10_000_000_000
-"""Time after which an engine that steps and has nothing to record says so, by a digest: silence then means that it stopped."""
+"""Time after which an engine that steps and has nothing to record says so, by a digest.
+
+Silence then means that it stopped.
+"""
 
 CLOSE_TIMEOUT_S = 5.0
 """How long an engine's shutdown may wait for the disk."""
@@ -101,8 +105,8 @@ class Books:
         about = {key: fields[key] for key in ("job", "load", "rank", "request", "transfer") if key in fields}
         event = self.log.append(ev.InvariantViolated, rule=refused.rule, detail=refused.detail, **about)
         message = (
-            f"kvledger: {refused.detail} ({refused.rule}, event {event.seq}). The blocks stay pinned, because freeing them "
-            "early would store wrong KV. Run `kvledger replay` on the log of this engine to see the history."
+            f"kvledger: {refused.detail} ({refused.rule}, event {event.seq}). The blocks stay pinned, because freeing "
+            "them early would store wrong KV. Run `kvledger replay` on the log of this engine to see the history."
         )
         if self.settings.on_invariant_violation == "raise":
             raise InvariantViolation(refused.rule, message)
@@ -156,9 +160,7 @@ class Books:
                 self._suspect(name, recv.transfer, now_mono_ns - recv.since_mono_ns, recv.missing_ranks())
 
     def _suspect(self, name: str, transfer: str, waited_ns: int, missing: tuple[int, ...]) -> None:
-        self.record(
-            ev.StallSuspected, transfer=transfer, request=name, waited_ns=waited_ns, missing=to_ranges(missing)
-        )
+        self.record(ev.StallSuspected, transfer=transfer, request=name, waited_ns=waited_ns, missing=to_ranges(missing))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -175,8 +177,9 @@ class Books:
     def finish(self, exception: str = "") -> None:
         """Append `log_closed` and end the writer, once.
 
-        Called on the receiver's thread when every worker has said goodbye, because vLLM kills an engine process 5 s after
-        it asked for its end, and the workers' own teardown may take that long. Called by `close` in any other case.
+        Called on the receiver's thread when every worker has said goodbye, because vLLM kills an engine process 5 s
+        after it asked for its end, and the workers' own teardown may take that long. Called by `close` in any other
+        case.
         """
         with self._finishing:
             if self._finished:

@@ -1,7 +1,7 @@
 """What of vLLM the connectors extend, and one clear error when the vLLM in use lacks some of it.
 
-Supported are vLLM 0.32 and 0.33. A table instead of version numbers decides: a later version that still has all members works,
-and one that has not is refused at the start, by name, and not in the middle of a request.
+Supported are vLLM 0.32 and 0.33. A table instead of version numbers decides: a later version that still has all members
+works, and one that has not is refused at the start, by name, and not in the middle of a request.
 """
 
 import importlib

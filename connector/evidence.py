@@ -1,9 +1,9 @@
 """The way of evidence: from the workers straight to the engine process, over ZeroMQ, beside vLLM's own channels.
 
-A worker's transfer threads hand events to `EvidenceSender.emit`, which never blocks: a full queue costs the event, and the loss is
-counted and sent along, so that it becomes a `gap`. One thread of the sender owns the socket. In the engine process one thread
-of the receiver owns the other end and appends to the log. This file knows ZeroMQ, events and the log, and of vLLM only its
-configuration.
+A worker's transfer threads hand events to `EvidenceSender.emit`, which never blocks: a full queue costs the event, and
+the loss is counted and sent along, so that it becomes a `gap`. One thread of the sender owns the socket. In the engine
+process one thread of the receiver owns the other end and appends to the log. This file knows ZeroMQ, events and the
+log, and of vLLM only its configuration.
 """
 
 import hashlib
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvledger")
 
 BATCH_EVENTS = 256
-"""Events in one message: keeps a message below about 100 kB, so that decoding one holds the GIL for less than a millisecond."""
+"""Events in one message.
+
+Keeps a message below about 100 kB, so that decoding one holds the GIL for less than a millisecond.
+"""
 
 SEND_TIMEOUT_MS = 200
 """How long a batch may wait for an engine process that does not read, before it is counted as lost."""
@@ -38,7 +41,10 @@ POLL_MS = 100
 
 
 class EvidenceBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One message: who sends, how many events were lost since the last one, the events, and whether it is the last one."""
+    """One message.
+
+    Who sends, how many events were lost since the last one, the events, and whether it is the last one.
+    """
 
     origin: str
     lost: int
@@ -54,7 +60,7 @@ def evidence_address(vllm_config: "VllmConfig", connector: str, settings: Settin
     """
     if settings.evidence_address:
         return settings.evidence_address
-    import vllm.envs as envs  # noqa: PLC0415 - vLLM reads the environment on import, so as late as possible
+    from vllm import envs  # noqa: PLC0415 - vLLM reads the environment on import, so as late as possible
 
     transfer = vllm_config.kv_transfer_config
     engine = transfer.engine_id if transfer is not None else ""
@@ -166,9 +172,11 @@ class EvidenceReceiver:
         except zmq.ZMQError as error:
             self._socket.close(0)
             self._log.lose("workers", 0, f"evidence cannot be received at {self._address}: {error}")
-            logger.error(
+            logger.error(  # noqa: TRY400 - one line, without a traceback
                 "kvledger: evidence cannot be received at %s (%s). The books are kept, but calls to the store are not "
-                "recorded. Set evidence_address to an address that is free.", self._address, error,
+                "recorded. Set evidence_address to an address that is free.",
+                self._address,
+                error,
             )
             return
         self._thread.start()

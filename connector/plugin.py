@@ -1,7 +1,7 @@
 """The entry point of the group `vllm.general_plugins`: makes the connectors known to vLLM by name.
 
-vLLM calls `register` in the API server, the engine process and every worker. It may know vLLM's factory and nothing else, since
-a failure here would keep a server from starting that does not even use kvledger.
+vLLM calls `register` in the API server, the engine process and every worker. It may know vLLM's factory and nothing
+else, since a failure here would keep a server from starting that does not even use kvledger.
 """
 
 import logging
@@ -20,5 +20,5 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - see above
 
     for name, module in CONNECTORS.items():
-        if name not in KVConnectorFactory._registry:  # noqa: SLF001 - registering twice raises, and there is no way to ask
+        if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)

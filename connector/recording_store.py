@@ -1,15 +1,15 @@
-"""A proxy of the Mooncake store that records each put and get as evidence, and remembers how the calls of a piece of work went.
+"""A proxy of the Mooncake store that records each put and get as evidence, and remembers how the calls went.
 
-Upstream's transfer threads call the store; the proxy stands in its place, passes every call on unchanged, and notes keys, blocks,
-bytes, duration and raw codes. It adds no failure of its own: what it cannot describe it passes on undescribed. It knows the
-store's calls and upstream's layouts, and nothing of scheduling.
+Upstream's transfer threads call the store; the proxy stands in its place, passes every call on unchanged, and notes
+keys, blocks, bytes, duration and raw codes. It adds no failure of its own: what it cannot describe it passes on
+undescribed. It knows the store's calls and upstream's layouts, and nothing of scheduling.
 """
 
 import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
@@ -25,7 +25,10 @@ from ledger.blocks import Blocks, to_ranges
 from ledger.codes import KVCacheErrorCode, Stage, translate
 
 KEY_HASH_LENGTH = 16
-"""Hex digits of a key's hash that are recorded: 64 bits tell the keys of a store apart, and no prompt can be had from them."""
+"""Hex digits of a key's hash that are recorded.
+
+64 bits tell the keys of a store apart, and no prompt can be had from them.
+"""
 
 MAX_FAILURES = 64
 """Failed keys that an event lists; it gives the number of all."""
@@ -141,7 +144,7 @@ class RecordingStore:
         return getattr(self._current, "work", None)
 
     @contextlib.contextmanager
-    def working(self, work: Work) -> Iterator[Work]:
+    def working(self, work: Work) -> Generator[Work]:
         """Count and record the calls that this thread makes inside the block as `work`'s."""
         self._current.work = work
         try:
@@ -290,7 +293,8 @@ def key_hash(key: str) -> str:
 def in_order(places: Sequence[tuple[int, int]]) -> Blocks:
     """Return `(group, block)` pairs as `Blocks` in the same order; a group comes again each time it changes."""
     return tuple(
-        (group, to_ranges([block for _, block in run])) for group, run in itertools.groupby(places, key=lambda pair: pair[0])
+        (group, to_ranges([block for _, block in run]))
+        for group, run in itertools.groupby(places, key=lambda pair: pair[0])
     )
 
 
@@ -305,6 +309,6 @@ def _segments(layout: object) -> list[tuple[int, int]]:
     if isinstance(layout, RankLocalStoreLayout):
         return list(zip(layout.kv_caches_base_addr[:1], layout.block_len[:1], strict=False))
     if isinstance(layout, TPShardedStoreLayout):
-        bases, strides = layout._shard_addr_bases, layout._shard_block_strides  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public way to an address
+        bases, strides = layout._shard_addr_bases, layout._shard_block_strides  # pyright: ignore[reportPrivateUsage] - no public way to an address
         return [(int(base[0]), int(stride[0])) for base, stride in zip(bases, strides, strict=True) if len(base)]
     return []

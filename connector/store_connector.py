@@ -1,7 +1,7 @@
 """`KVLedgerStoreConnector`: a drop-in for vLLM's `MooncakeStoreConnector` that keeps its books in a ledger.
 
-The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's halves, promotes
-them, and passes each hook of vLLM to the half that it belongs to.
+The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's
+halves, promotes them, and passes each hook of vLLM to the half that it belongs to.
 """
 
 # ruff: noqa: E402 - the check must come before the imports that it makes understandable
@@ -51,12 +51,10 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
             self.books = self._open_books(vllm_config, kv_cache_config, settings)
             scheduler = adopt(self.connector_scheduler, LedgerStoreScheduler)
             scheduler.open(self.books, kv_cache_config.num_blocks)
-            self.connector_scheduler: LedgerStoreScheduler | None = scheduler
             self._shorten(scheduler)
         if self.connector_worker is not None:
             worker = adopt(self.connector_worker, LedgerStoreWorker)
             worker.open(vllm_config, NAME, settings, kv_cache_config.prefix_cacheable_group_ids)
-            self.connector_worker: LedgerStoreWorker | None = worker
 
     def _open_books(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Books:
         return open_books(vllm_config, kv_cache_config, NAME, settings)
@@ -70,8 +68,8 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
 
     @property
     def _half(self) -> LedgerStoreScheduler:
-        if self.connector_scheduler is None:
-            raise RuntimeError("a hook of the scheduler was called on a worker's connector")
+        if not isinstance(self.connector_scheduler, LedgerStoreScheduler):
+            raise TypeError("a hook of the scheduler was called on a worker's connector")
         return self.connector_scheduler
 
     def request_finished_all_groups(

@@ -1,15 +1,17 @@
 """The scheduler half of the store connector: plans with upstream, keeps the books itself.
 
-Each hook decides which events happen, records them, and acts on vLLM's block pool only from what was recorded. All that is
-known of jobs, pins, ranks and loads stands in `books.state`; there is no second copy here.
+Each hook decides which events happen, records them, and acts on vLLM's block pool only from what was recorded. All that
+is known of jobs, pins, ranks and loads stands in `books.state`; there is no second copy here.
 
     hook (vLLM calls it)             when                                    events it records
-    -------------------------------  --------------------------------------  -------------------------------------------------
-    on_new_request                   a request enters the waiting queue      request_queued
-    get_num_new_matched_tokens       a waiting request is looked up          lookup_answered (when the answer changes),
+    -------------------------------  --------------------------------------
+    ------------------------------------------------- on_new_request                   a request enters the waiting
+    queue      request_queued get_num_new_matched_tokens       a waiting request is looked up          lookup_answered
+    (when the answer changes),
                                                                              lookup_suppressed
-    update_state_after_alloc         blocks were allocated for a request     request_preempted, load_planned, blocks_allocated
-    build_connector_meta             the end of every schedule()             request_preempted, request_scheduled,
+    update_state_after_alloc         blocks were allocated for a request     request_preempted, load_planned,
+    blocks_allocated build_connector_meta             the end of every schedule()             request_preempted,
+    request_scheduled,
                                                                              request_resumed, blocks_allocated/released,
                                                                              job_registered, pin_touched, job_skipped,
                                                                              load_registered, stall_suspected
@@ -208,7 +210,10 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
     def _suppress_hit(
         self, request: Request, record: RequestRecord, local_tokens: int, hit_tokens: int, failures: int
     ) -> None:
-        """Let a request compute what its loads keep failing to bring. The store still has the hit, so it would go on."""
+        """Let a request compute what its loads keep failing to bring.
+
+        The store still has the hit, so it would go on.
+        """
         self.load_specs.pop(request.request_id, None)
         if record.looked_up != (0, local_tokens):
             self.books.record(
@@ -361,7 +366,9 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         named = self.books.state.named
         return [(group, found) for group, ids in groups if (found := named(group, ids))]
 
-    def _note(self, kind: type[ev.BlocksAllocated | ev.BlocksReleased], name: str, generation: int, groups: list[GroupIds]) -> None:
+    def _note(
+        self, kind: type[ev.BlocksAllocated | ev.BlocksReleased], name: str, generation: int, groups: list[GroupIds]
+    ) -> None:
         blocks = by_group(groups)
         if blocks:
             self.books.record(kind, request=name, generation=generation, blocks=blocks)
@@ -402,7 +409,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 self._skip_save(req_meta)
 
     def _plan_tail(self, req_meta: ReqMeta) -> list[Any]:
-        coordinator = self._store_coord
+        coordinator: Any = self._store_coord
         if coordinator is None:  # vLLM 0.33: a capacity-only instance plans nothing
             return []
         sizes = [group.kv_cache_spec.block_size for group in coordinator.kv_cache_groups]
@@ -522,7 +529,11 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 finished.add(request_id)
             elif request_id in finished:
                 finished.discard(request_id)
-                why = "no load of the request is open" if load < 0 else "vLLM counts it as finished, a rank has not answered"
+                why = (
+                    "no load of the request is open"
+                    if load < 0
+                    else "vLLM counts it as finished, a rank has not answered"
+                )
                 self.books.record(ev.ReportIgnored, what="load", why=why, load=load, request=self._name(request_id))
 
     def _rank_completed(self, report: JobReport) -> None:

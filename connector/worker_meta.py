@@ -1,7 +1,7 @@
-"""What a worker tells the scheduler, through vLLM's own worker metadata: which rank finished which job or load, and how.
+"""What a worker tells the scheduler through vLLM's own worker metadata: which rank finished what, and how.
 
-vLLM adds such metadata up over the ranks of a step. Upstream's counts lose who answered; here every report keeps its rank. This
-file knows vLLM's metadata class and nothing of how either side uses it.
+vLLM adds such metadata up over the ranks of a step. Upstream's counts lose who answered; here every report keeps its
+rank. This file knows vLLM's metadata class and nothing of how either side uses it.
 """
 
 from dataclasses import dataclass, field

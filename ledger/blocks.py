@@ -1,8 +1,8 @@
 """Block lists as ranges, and back.
 
-A block is `(group, block)`: block numbers repeat across KV-cache groups. A log names many blocks, mostly in runs, so events
-carry them as ranges. Order is kept, because it means something: a job frees its blocks tail first, and the keys of a transfer
-stand in the order of its blocks. Pure functions; this file knows nothing but integers.
+A block is `(group, block)`: block numbers repeat across KV-cache groups. A log names many blocks, mostly in runs, so
+events carry them as ranges. Order is kept, because it means something: a job frees its blocks tail first, and the keys
+of a transfer stand in the order of its blocks. Pure functions; this file knows nothing but integers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,8 @@
 """The vocabulary of the log: one frozen struct for each kind of event, in the past tense.
 
-The docstring of a kind is its documentation; the reference page is generated from it. A docstring says who emits the event,
-when, and what it does *not* mean. Events hold numbers, ids, codes and hashes of keys. They never hold tokens, prompts or KV.
+The docstring of a kind is its documentation; the reference page is generated from it. A docstring says who emits the
+event, when, and what it does *not* mean. Events hold numbers, ids, codes and hashes of keys. They never hold tokens,
+prompts or KV.
 
 Words that stand in many events:
 
@@ -14,8 +15,8 @@ Words that stand in many events:
     blocks                `((group, ((first, last), ...)), ...)`, see `ledger.blocks`. The order means something.
     code, raw             the stable name of an error and what was translated to it, unchanged. Both empty: no error.
 
-A kind that changes shape gets a new version: its tag becomes `kind@2`, and an upcaster in `ledger.reader` lifts what older
-files hold. New fields have defaults. Stored rows are never rewritten.
+A kind that changes shape gets a new version: its tag becomes `kind@2`, and an upcaster in `ledger.reader` lifts what
+older files hold. New fields have defaults. Stored rows are never rewritten.
 
 This file knows `msgspec` and the shape of a block list, nothing else.
 """
@@ -36,7 +37,8 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field
     Attributes:
         seq: place in the log, from 1, without a hole. What was dropped has no place: a `gap` says so.
         ts_ns: wall clock in nanoseconds since 1970. Hosts disagree; never order events of two hosts by it alone.
-        mono_ns: the emitting process's monotonic clock in nanoseconds; only differences within one `source` mean anything.
+        mono_ns: the emitting process's monotonic clock in nanoseconds; only differences within one `source` mean
+        anything.
         source: `scheduler`, or `rank <n>` for what only a worker knows.
         step: the engine step during which the event was emitted; workers give the last step they were told of.
     """
@@ -51,7 +53,7 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field
     """Evidence is what only a worker knows. It serves the verdicts and never changes the scheduler's state."""
 
 
-# --- requests -----------------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 class RequestQueued(Event, frozen=True, gc=False, omit_defaults=True, tag="request_queued"):
@@ -115,7 +117,7 @@ class RequestAborted(Event, frozen=True, gc=False, omit_defaults=True, tag="requ
     was: str = ""
 
 
-# --- store jobs ---------------------------------------------------------------------------------------------------------
+# --- store jobs -------------------------------------------------------------------------------------------------------
 
 
 class JobRegistered(Event, frozen=True, gc=False, omit_defaults=True, tag="job_registered"):
@@ -134,7 +136,10 @@ class JobRegistered(Event, frozen=True, gc=False, omit_defaults=True, tag="job_r
 
 
 class PinTouched(Event, frozen=True, gc=False, omit_defaults=True, tag="pin_touched"):
-    """The job references these blocks in vLLM's block pool: all that any of its ranks may read, boundary blocks first."""
+    """The job references these blocks in vLLM's block pool.
+
+    All that any of its ranks may read, boundary blocks first.
+    """
 
     job: int
     blocks: Blocks
@@ -197,7 +202,7 @@ class BlocksFreed(Event, frozen=True, gc=False, omit_defaults=True, tag="blocks_
     blocks: Blocks
 
 
-# --- loads from the store -----------------------------------------------------------------------------------------------
+# --- loads from the store ---------------------------------------------------------------------------------------------
 
 
 class LookupAnswered(Event, frozen=True, gc=False, omit_defaults=True, tag="lookup_answered"):
@@ -215,7 +220,10 @@ class LookupAnswered(Event, frozen=True, gc=False, omit_defaults=True, tag="look
 
 
 class LookupSuppressed(Event, frozen=True, gc=False, omit_defaults=True, tag="lookup_suppressed"):
-    """The store has a hit, and the request was told "no hit": its loads failed `failures` times, so it computes instead."""
+    """The store has a hit, and the request was told "no hit".
+
+    Its loads failed `failures` times, so it computes instead.
+    """
 
     request: str
     generation: int
@@ -249,7 +257,10 @@ class LoadRegistered(Event, frozen=True, gc=False, omit_defaults=True, tag="load
 
 
 class BlockFailures(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, array_like=True):
-    """Blocks that failed in one way: stable code, what it was translated from, stage, the blocks, how many keys of theirs."""
+    """Blocks that failed in one way.
+
+    Stable code, what it was translated from, stage, the blocks, how many keys of theirs.
+    """
 
     code: str
     raw: str
@@ -269,7 +280,8 @@ class RankLoaded(Event, frozen=True, gc=False, omit_defaults=True, tag="rank_loa
         blocks: the blocks that this rank could not load.
         failed_keys: how many keys failed on this rank.
         failures: every block that failed, by code and stage.
-        invalid: the blocks that were reported to vLLM as not loaded, also those that had arrived. Empty when vLLM was told
+        invalid: the blocks that were reported to vLLM as not loaded, also those that had arrived. Empty when vLLM was
+        told
             of the whole request.
         retries: how often the rank asked the store again for what had failed.
     """
@@ -428,8 +440,8 @@ class SendSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="send_se
 
     Attributes:
         outcome: `sent`, `released` (the decode engine needed nothing and only asked to free the blocks), or `withdrawn`
-            (the request ended with nothing to send: it was aborted, or did not end as a prefill does). No block was held
-            for one that was withdrawn.
+            (the request ended with nothing to send: it was aborted, or did not end as a prefill does). No block was
+            held for one that was withdrawn.
     """
 
     transfer: str
@@ -560,7 +572,7 @@ class RecvRecovered(Event, frozen=True, gc=False, omit_defaults=True, tag="recv_
     action: str
 
 
-# --- ownership ----------------------------------------------------------------------------------------------------------
+# --- ownership --------------------------------------------------------------------------------------------------------
 
 
 class BlocksAllocated(Event, frozen=True, gc=False, omit_defaults=True, tag="blocks_allocated"):
@@ -583,7 +595,7 @@ class BlocksReleased(Event, frozen=True, gc=False, omit_defaults=True, tag="bloc
     blocks: Blocks
 
 
-# --- evidence from the workers ------------------------------------------------------------------------------------------
+# --- evidence from the workers ----------------------------------------------------------------------------------------
 
 
 class KeyFailure(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, array_like=True):
@@ -654,7 +666,9 @@ class TransferFinished(Event, frozen=True, gc=False, omit_defaults=True, tag="tr
 
 
 class PoisonCaught(Event, frozen=True, gc=False, omit_defaults=True, tag="poison_caught"):
-    """A block changed between the registration of its job and the end of the put, so the store got other KV than was meant.
+    """A block changed between the registration of its job and the end of the put.
+
+    So the store got other KV than was meant.
 
     A worker with `integrity` on emits it. It does not say who wrote into the block: `blocks_allocated` does.
 
@@ -679,7 +693,7 @@ class PoisonCaught(Event, frozen=True, gc=False, omit_defaults=True, tag="poison
     raw: str = ""
 
 
-# --- the log itself -----------------------------------------------------------------------------------------------------
+# --- the log itself ---------------------------------------------------------------------------------------------------
 
 
 class LogOpened(Event, frozen=True, gc=False, omit_defaults=True, tag="log_opened"):
@@ -759,7 +773,9 @@ class InvariantViolated(Event, frozen=True, gc=False, omit_defaults=True, tag="i
 
 
 class StallSuspected(Event, frozen=True, gc=False, omit_defaults=True, tag="stall_suspected"):
-    """A job, load or transfer has been open for longer than `stall_suspect_s`. Recorded once for each; it may still end.
+    """A job, load or transfer has been open for longer than `stall_suspect_s`.
+
+    Recorded once for each; it may still end.
 
     Attributes:
         missing: ranks that have not answered.

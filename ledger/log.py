@@ -1,8 +1,8 @@
 """The in-memory log: gives every event its place, applies it to the state, and keeps it until the writer takes it.
 
-The engine's thread appends; evidence from the workers comes in on another thread; the writer drains on a third. The one lock is
-held for the length of an append (microseconds) and never across I/O. Nobody ever waits for the disk: when the queue is full,
-events still change the state, are counted, and a `gap` says so as soon as there is room again.
+The engine's thread appends; evidence from the workers comes in on another thread; the writer drains on a third. The one
+lock is held for the length of an append (microseconds) and never across I/O. Nobody ever waits for the disk: when the
+queue is full, events still change the state, are counted, and a `gap` says so as soon as there is room again.
 
 This file knows events and the state. It knows nothing of SQLite, files or vLLM.
 """

@@ -1,7 +1,7 @@
 """kvledger's settings: one table, from which parsing, checks and the reference page come.
 
-They stand in vLLM's `kv_connector_extra_config`, beside the keys of vLLM's own Mooncake connectors, which are listed here so
-that a misspelt key is an error and not silence. This file knows no vLLM.
+They stand in vLLM's `kv_connector_extra_config`, beside the keys of vLLM's own Mooncake connectors, which are listed
+here so that a misspelt key is an error and not silence. This file knows no vLLM.
 """
 
 import difflib
@@ -100,7 +100,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "evidence_queue_events",
         10_000,
-        "Evidence kept in a worker while the engine process does not take it; beyond it the loss is counted and recorded.",
+        "Evidence kept in a worker while the engine process does not take it; beyond it the loss is counted and "
+        "recorded.",
         unit="events",
         minimum=100,
     ),

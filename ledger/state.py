@@ -1,12 +1,12 @@
 """The book: what the scheduler knows, as a projection of the log.
 
-`State.apply` is the only way to change it. It is deterministic: no I/O, no clock, no configuration; everything it needs is in
-the event. It accepts an event, or refuses it with a named rule and changes nothing. The live scheduler and `kvledger replay`
-run this same code, so a file and the engine that wrote it can be compared by a digest.
+`State.apply` is the only way to change it. It is deterministic: no I/O, no clock, no configuration; everything it needs
+is in the event. It accepts an event, or refuses it with a named rule and changes nothing. The live scheduler and
+`kvledger replay` run this same code, so a file and the engine that wrote it can be compared by a digest.
 
-Two sorts of events pass through here. *Decisions* are the connector's own (a job is registered, blocks are freed): the rules
-of the book hold for them, and what breaks a rule is refused. *Observations* are what vLLM did (a request was scheduled,
-preempted, finished): they are facts, so they are taken as they come.
+Two sorts of events pass through here. *Decisions* are the connector's own (a job is registered, blocks are freed): the
+rules of the book hold for them, and what breaks a rule is refused. *Observations* are what vLLM did (a request was
+scheduled, preempted, finished): they are facts, so they are taken as they come.
 
 This file knows events and block lists. P/D transfers have their rules in `ledger.transfers`.
 """
@@ -80,7 +80,10 @@ class Load(msgspec.Struct):
 
 
 class Book(msgspec.Struct):
-    """All that is in the projection. Its JSON is what the digest is taken of, so it holds nothing without a fixed order."""
+    """All that is in the projection.
+
+    Its JSON is what the digest is taken of, so it holds nothing without a fixed order.
+    """
 
     requests: dict[str, RequestRecord] = {}
     jobs: dict[int, Job] = {}
@@ -191,10 +194,16 @@ class State:
         return sum(block not in self.pins.get(group, ()) for group, block in expand(blocks))
 
     def named(self, group: int, ids: Iterable[int]) -> list[int]:
-        """Return those blocks of `ids` in `group` that an open job, load or transfer names, in order."""
-        pins, targets = self.pins.get(group, _NOTHING), self.targets.get(group, _NOTHING)
-        held = self.held.get(group, _NOTHING)
-        return [block for block in ids if block in pins or block in targets or block in held]
+        """Return those blocks of `ids`, given out in `group`, that an open job, load or transfer names, in order.
+
+        Named in whichever group: vLLM has one pool for all groups, so a number is one piece of memory, and a block that
+        one group gives up may come back in another.
+        """
+        named = [counts for index in (self.pins, self.targets, self.held) for counts in index.values() if counts]
+        if len(named) == 1:
+            counts = named[0]
+            return [block for block in ids if block in counts]
+        return [block for block in ids if any(block in counts for counts in named)]
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -271,7 +280,9 @@ class State:
         if rank not in job.waiting:
             if rank in job.outcomes:
                 raise Refused("rank_reported_twice", f"rank {rank} had reported job {event.job} before")
-            raise Refused("unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(job.ranks)} of job {event.job}")
+            raise Refused(
+                "unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(job.ranks)} of job {event.job}"
+            )
         job.waiting = tuple([other for other in job.waiting if other != rank])
         job.outcomes[rank] = event.outcome
 
@@ -292,7 +303,9 @@ class State:
         job = self._job(event.job)
         if not job.settled:
             missing = to_ranges(job.waiting)
-            raise Refused("freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them")
+            raise Refused(
+                "freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them"
+            )
         if event.blocks != job.blocks:
             raise Refused("freed_other_blocks", f"job {event.job} frees blocks that are not the ones it pinned")
         _count_down(self.pins, job.blocks)
@@ -328,7 +341,9 @@ class State:
             raise Refused("load_id_reused", f"load {event.load} was planned before; the next id is {book.next_load}")
         if event.request in book.loading:
             other = book.loading[event.request]
-            raise Refused("load_still_open", f"request {event.request} plans load {event.load} while load {other} is open")
+            raise Refused(
+                "load_still_open", f"request {event.request} plans load {event.load} while load {other} is open"
+            )
         if _names_null_block(event.blocks):
             raise Refused("null_block_loaded", f"load {event.load} writes into the null block, which backs no KV")
         end_token = event.local_tokens + event.tokens
@@ -353,7 +368,9 @@ class State:
         if rank not in load.waiting:
             if rank in load.outcomes:
                 raise Refused("rank_loaded_twice", f"rank {rank} had answered load {event.load} before")
-            raise Refused("unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(load.ranks)} of load {event.load}")
+            raise Refused(
+                "unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(load.ranks)} of load {event.load}"
+            )
         load.waiting = tuple([other for other in load.waiting if other != rank])
         load.outcomes[rank] = event.outcome
 
@@ -367,7 +384,9 @@ class State:
         load = self._load(event.load)
         if load.waiting and tuple(from_ranges(event.missing)) != load.waiting:
             missing = to_ranges(load.waiting)
-            raise Refused("load_settled_early", f"load {event.load} cannot settle while ranks {missing} may still write")
+            raise Refused(
+                "load_settled_early", f"load {event.load} cannot settle while ranks {missing} may still write"
+            )
         if load.failed and event.outcome == "loaded":
             raise Refused("failure_is_sticky", f"load {event.load} failed on a rank and cannot settle as loaded")
         del self.book.loads[event.load]
@@ -439,5 +458,4 @@ def _count_down(counts: BlockCounts, blocks: Blocks) -> None:
                 del counted[block]
 
 
-_NOTHING: dict[int, int] = {}
 _ENCODER = msgspec.json.Encoder()

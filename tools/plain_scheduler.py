@@ -1,7 +1,8 @@
-"""vLLM's real v1 scheduler and block pool in a plain process, with a store connector attached: no model, no worker, no store.
+"""vLLM's real v1 scheduler and block pool in a plain process, with a connector attached: no model, no worker.
 
-For tests of the connector's contract and for benchmarks. What is replaced, and nothing else: the lookup client (it would ask a worker
-over a socket) answers from a table, and model outputs are made up. The simulator has a world of its own in `tools/sim`.
+For tests of the connector's contract and for benchmarks. What is replaced, and nothing else: the lookup client (it
+would ask a worker over a socket) answers from a table, and model outputs are made up. The simulator has a world of its
+own in `tools/sim`.
 """
 
 import json

@@ -2,13 +2,14 @@
 
     python tools/record_demo.py hanging-put | poisoned-keys
 
-`hanging-put`: one rank's put never returns. Two tensor-parallel ranks serve a tiny model on the CPU. On rank 1 the third put blocks for ever, which the real store cannot be made
-to do at will: that one call is the only thing here that is not real. Jobs queue up behind it, their pins eat the pool, requests
-hang, and at last an operator kills the engine. The bound on pins is off, as in a connector that has none. The log is sealed as it
-was left.
+`hanging-put`: one rank's put never returns. Two tensor-parallel ranks serve a tiny model on the CPU. On rank 1 the
+third put blocks for ever, which the real store cannot be made
+to do at will: that one call is the only thing here that is not real. Jobs queue up behind it, their pins eat the pool,
+requests hang, and at last an operator kills the engine. The bound on pins is off, as in a connector that has none. The
+log is sealed as it was left.
 
-`poisoned-keys`: the run of `tests/engine/poison.py` without block references and with slow puts. That replay names exactly the keys
-whose bytes are wrong is shown by `tests/engine/test_poison.py`.
+`poisoned-keys`: the run of `tests/engine/poison.py` without block references and with slow puts. That replay names
+exactly the keys whose bytes are wrong is shown by `tests/engine/test_poison.py`.
 """
 
 import argparse
@@ -44,6 +45,7 @@ class HangingStore:
         return getattr(self._store, name)
 
     def batch_put_from_multi_buffers(self, *args: Any) -> Any:
+        """Put, or never return."""
         self._puts += 1
         if self._puts == HANGING_PUT:
             threading.Event().wait()
@@ -86,7 +88,9 @@ def serve(folder: Path) -> None:
             tensor_parallel_size=2,
             num_gpu_blocks_override=64,
         )
-        clients = threading.Thread(target=lambda: [llm.generate(prompts(4, 200, seed=turn), greedy(60)) for turn in range(4)])
+        clients = threading.Thread(
+            target=lambda: [llm.generate(prompts(4, 200, seed=turn), greedy(60)) for turn in range(4)]
+        )
         clients.daemon = True
         clients.start()
         clients.join(WATCHED_S)

@@ -1,4 +1,4 @@
-"""What a real engine needs on a machine without an accelerator: a tiny model, a Mooncake master on loopback, an environment.
+"""What a real engine needs on a machine without an accelerator: a tiny model, a Mooncake master, an environment.
 
 Nothing is downloaded: the model is a folder with a configuration, its weights are dummies.
 """
@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def model_folder(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def mooncake_master(folder: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
+def mooncake_master(folder: Path, *options: str) -> Generator["subprocess.Popen[bytes]"]:
     """Run `mooncake_master` on loopback, point `MOONCAKE_CONFIG_PATH` at it, and yield its process."""
     rpc, http, metrics = free_port(), free_port(), free_port()
     with (folder / "mooncake_master.log").open("ab") as log:

@@ -1,8 +1,8 @@
 """A real poisoning on the real engine with real Mooncake: `python -m tests.engine.poison NAME FOLDER`.
 
-What is not real, and only here: the connector takes no block references, and every put waits before it reads. Both are what an
-unfixed connector under load does; neither can be had from the real one at will. The truth does not come from the log: after the
-run, the bytes under every key are read back from the store.
+What is not real, and only here: the connector takes no block references, and every put waits before it reads. Both are
+what an unfixed connector under load does; neither can be had from the real one at will. The truth does not come from
+the log: after the run, the bytes under every key are read back from the store.
 
     clean      a large pool, no delay, references taken: the bytes that each key should hold
     poisoned   a small pool, slow puts, no references
@@ -110,7 +110,7 @@ def run(folder: Path, connector: str, blocks: int, delay_s: float, **settings: A
         again = tokens_of(llm.generate(prompts(REQUESTS, 200, seed=1), greedy(4), use_tqdm=False))
         wait_for_jobs(folder)
         if blocks == LARGE_POOL:
-            # Preempted requests save what they generated, too; here it is saved as a prompt, so that every key has a truth.
+            # Preempted requests save what they generated, too. Saved as prompts here, every key has a truth.
             whole = [
                 {"prompt_token_ids": prompt["prompt_token_ids"] + generated}
                 for prompt, generated in zip(prompts(REQUESTS, 200, seed=1), first, strict=True)
@@ -139,7 +139,12 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "poisoned": lambda folder: run(folder, "UnpinnedConnector", SMALL_POOL, PUT_DELAY_S),
     "pinned": lambda folder: run(folder, "ObservedConnector", SMALL_POOL, PUT_DELAY_S),
     "guarded": lambda folder: run(
-        folder, "UnpinnedConnector", SMALL_POOL, PUT_DELAY_S, integrity="all", failure_log=str(folder / "failures.jsonl")
+        folder,
+        "UnpinnedConnector",
+        SMALL_POOL,
+        PUT_DELAY_S,
+        integrity="all",
+        failure_log=str(folder / "failures.jsonl"),
     ),
 }
 

@@ -1,7 +1,7 @@
 """Runs of the real engine, each in a process of its own: `python -m tests.engine.scenarios NAME FOLDER`.
 
-A scenario leaves `result.json` and, if it uses the plugin, the audit log below `FOLDER/ledger`. What must be true of them is said
-by the tests; nothing is checked here.
+A scenario leaves `result.json` and, if it uses the plugin, the audit log below `FOLDER/ledger`. What must be true of
+them is said by the tests; nothing is checked here.
 """
 
 import json
@@ -105,7 +105,9 @@ def store(folder: Path) -> dict[str, Any]:
 
 def engine_id(engine: Any, request: str) -> str:
     """Return the id under which the engine knows a request of ours: vLLM appends to the ids it is given."""
-    known = [name for name in engine.output_processor.request_states if name == request or name.startswith(request + "-")]
+    known = [
+        name for name in engine.output_processor.request_states if name == request or name.startswith(request + "-")
+    ]
     return str(known[0])
 
 
@@ -171,7 +173,8 @@ def engine_processes() -> list[int]:
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    scenario.__name__: scenario for scenario in (reference, reference_two_ranks, upstream, store, preempt, two_ranks, killed)
+    scenario.__name__: scenario
+    for scenario in (reference, reference_two_ranks, upstream, store, preempt, two_ranks, killed)
 }
 
 

@@ -1,4 +1,7 @@
-"""A real poisoning and its truth: the keys that `replay` names are those whose bytes in the store are wrong, no more and no fewer."""
+"""A real poisoning and its truth.
+
+The keys that `replay` names are those whose bytes in the store are wrong, no more and no fewer.
+"""
 
 import base64
 import json
@@ -78,11 +81,16 @@ def test_replay_names_exactly_the_keys_whose_bytes_are_wrong(poison_run: PoisonR
 
 
 @pytest.mark.timeout(900)
-def test_replay_names_the_jobs_the_blocks_both_owners_and_the_requests_that_loaded_the_keys(poison_run: PoisonRun) -> None:
+def test_replay_names_the_jobs_the_blocks_both_owners_and_the_requests_that_loaded_the_keys(
+    poison_run: PoisonRun,
+) -> None:
     run = poison_run("poisoned")
     events = run.events()
     loaded = {
-        (event.request, key) for event in events if isinstance(event, ev.TransferStarted) and event.op == "get" for key in event.keys
+        (event.request, key)
+        for event in events
+        if isinstance(event, ev.TransferStarted) and event.op == "get"
+        for key in event.keys
     }
     pinned = {event.job: event.blocks for event in events if isinstance(event, ev.PinTouched)}
     findings = [finding for finding in replay(events).findings if finding.kind == "poison"]

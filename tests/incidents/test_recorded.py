@@ -1,4 +1,7 @@
-"""The incidents that ship with kvledger, recorded on the real engine: what replay says of them, and that they are whole."""
+"""The incidents that ship with kvledger, recorded on the real engine.
+
+What replay says of them, and that they are whole.
+"""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """The other vLLM that is supported: 0.33 has no build for the CPU, so its Python sources are laid over the environment.
 
-Its scheduler and its Mooncake classes are plain Python and run as they are; only the engine's kernels are missing. The contract tests of the
-connectors' scheduler halves are run on them, in a process of their own.
+Its scheduler and its Mooncake classes are plain Python and run as they are; only the engine's kernels are missing. The
+contract tests of the connectors' scheduler halves are run on them, in a process of their own.
 """
 
 import os

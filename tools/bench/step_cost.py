@@ -1,8 +1,8 @@
-"""What the ledger costs the engine: CPU time per step of vLLM's real scheduler, with upstream's store connector and with ours.
+"""What the ledger costs the engine: CPU time per step of vLLM's scheduler, with upstream's connector and with ours.
 
-Both run the same requests in one process, in turns of a few steps, so that whatever else the machine does falls on both. Ours writes
-its log to disk meanwhile, on its own thread. Counted is the CPU time of the thread that steps; the model, which takes
-milliseconds a step in a real engine, is left out, so the ratio is the worst case.
+Both run the same requests in one process, in turns of a few steps, so that whatever else the machine does falls on
+both. Ours writes its log to disk meanwhile, on its own thread. Counted is the CPU time of the thread that steps; the
+model, which takes milliseconds a step in a real engine, is left out, so the ratio is the worst case.
 
     python tools/bench/step_cost.py [--steps 20000] [--rounds 5] [--events 10000,1000000]
 
@@ -31,7 +31,10 @@ OUTPUT_TOKENS = 100
 
 
 class Side:
-    """One scheduler under the workload: ten requests at a time, each job reported in the step after it was given out."""
+    """One scheduler under the workload.
+
+    Ten requests at a time, each job reported in the step after it was given out.
+    """
 
     def __init__(self, connector: str) -> None:
         self.plain = PlainScheduler(connector)
@@ -105,7 +108,10 @@ def growth(lengths: list[int]) -> None:
             for side in (upstream, ours) if turn % 2 else (ours, upstream):
                 side.turn()
         ratio = (ours.cpu_ns / ours.steps) / (upstream.cpu_ns / upstream.steps)
-        print(f"at {ours.events:>9,} events: {ours.cpu_ns / ours.steps / 1e3:6.2f} us a step, ratio {ratio:.3f}", flush=True)
+        print(
+            f"at {ours.events:>9,} events: {ours.cpu_ns / ours.steps / 1e3:6.2f} us a step, ratio {ratio:.3f}",
+            flush=True,
+        )
     upstream.plain.close()
     ours.plain.close()
 
@@ -122,12 +128,12 @@ def main() -> None:
         upstream_us, ours_us, events = compare(arguments.steps)
         ratios.append(ours_us / upstream_us)
         print(
-            f"round {round_ + 1}: upstream {upstream_us:6.2f} us a step, ours {ours_us:6.2f} us, ratio {ratios[-1]:.3f} "
+            f"{round_ + 1}: upstream {upstream_us:6.2f} us, ours {ours_us:6.2f} us a step, ratio {ratios[-1]:.3f} "
             f"({events:,} events)",
             flush=True,
         )
     if ratios:
-        print(f"ratio of CPU time per step, ours to upstream: median {statistics.median(ratios):.3f} of {len(ratios)} rounds")
+        print(f"CPU time per step, ours to upstream: {statistics.median(ratios):.3f}, median of {len(ratios)} rounds")
     if arguments.events:
         growth([int(length) for length in arguments.events.split(",")])
 
