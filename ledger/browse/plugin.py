@@ -13,6 +13,7 @@ This file knows Datasette's hooks; what is shown is said in the other files of t
 """
 
 import copy
+import logging
 import sqlite3
 import weakref
 from collections.abc import Awaitable, Callable
@@ -31,6 +32,8 @@ from ledger import sqlite
 from ledger.browse import pages
 from ledger.browse.cells import Links, cell
 from ledger.browse.queries import QUERIES, Query
+
+logger = logging.getLogger("kvledger")
 
 STYLE_PATH = "/-/kvledger.css"
 
@@ -82,7 +85,13 @@ def startup(datasette: Any) -> Callable[[], Awaitable[None]]:
             name for name, database in datasette.databases.items() if database.path and is_log(Path(database.path))
         ]
         for name in found:
-            _logs.setdefault(datasette, {})[name] = log = await _read(datasette, name)
+            try:
+                log = await _read(datasette, name)
+            except (sqlite3.Error, msgspec.DecodeError) as error:
+                # It may be damaged, or of a newer kvledger. The other databases are to be served all the same.
+                logger.warning("kvledger: %s is shown without titles and links: %s.", name, sqlite.explain(error))
+                continue
+            _logs.setdefault(datasette, {})[name] = log
             if hasattr(datasette, "add_query"):
                 await _tell(datasette, name, log)
 

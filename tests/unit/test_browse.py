@@ -79,6 +79,17 @@ def test_ctrl_c_is_how_it_ends_well(tmp_path: Path):
         assert process.wait(30) == 0
 
 
+def test_the_page_is_opened_in_the_users_browser_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {told}\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    with browsing(eventful_log(tmp_path), tmp_path / "temporary", "--open") as (_, address):
+        assert told.read_text().strip() == address
+
+
 def test_a_live_log_is_shown_and_goes_on(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
     with writing(tmp_path / "live.db") as (log, writer):
         append_requests(log, 10)

@@ -27,6 +27,7 @@ from ledger.seal import seal
 from tests.browsed import FAILED_LOAD, HANGING_JOB, NASTY, PUT_JOB, eventful, eventful_log
 from tests.incidents.script import Script
 from tests.strategies import events
+from tests.unit.log_files import logged
 
 PARAMETERS = {"request_story": "?request=cmpl-2", "block_story": "?group=0&block=10"}
 
@@ -317,6 +318,19 @@ def test_the_manual_names_every_stored_query():
     manual = (Path(__file__).parents[2] / "docs" / "browse.md").read_text()
     listed = re.findall(r"^\| (.+?) \| `(\w+)", manual, flags=re.MULTILINE)
     assert listed == [(query.title, query.name) for query in QUERIES]
+
+
+def test_a_log_of_a_newer_kvledger_keeps_no_database_from_being_served(foreign: Path, tmp_path: Path):
+    eventful_log(tmp_path)
+    path = seal(tmp_path / "eventful.db", tmp_path / "newer.db").target
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE seal RENAME COLUMN source TO origin")
+    connection.close()
+    with logged() as lines:
+        page, newer = ask(Datasette([str(foreign), str(path)]), "/foreign/events", "/newer/events")
+    assert "job_registered" in page
+    assert "job_registered" in newer
+    assert "newer is shown without titles" in lines.wait_for("newer")
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
