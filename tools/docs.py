@@ -207,7 +207,9 @@ def readme() -> str:
         check=True,
     ).stdout
     shown = shown.replace(f"{ROOT}/", "")
-    # The first finding tells what a report is like; the whole of it is one `make demo` away.
+    # The first finding of the first incident tells what a report is like; the whole is one `make demo` away.
+    opening = "This is what"
+    shown = opening + shown.split(opening)[1].rstrip()
     first, mark, others = shown.partition("\n2. ")
     if mark:
         shown = f"{first}\n[...]\n\nType next:{others.partition('Type next:')[2]}"

@@ -73,6 +73,5 @@ def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> LightEnviron
 
 @pytest.fixture
 def incident(light: LightEnvironment) -> Path:
-    """The recorded incident that ships in the wheel."""
-    (path,) = (light.packages / "ledger" / "demo").glob("*.db")
-    return path
+    """The incident that ships in the wheel in which one rank's put never returned."""
+    return light.packages / "ledger" / "demo" / "hanging-put.db"
