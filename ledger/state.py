@@ -306,6 +306,8 @@ class State:
             raise Refused(
                 "freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them"
             )
+        if job.quarantined:
+            raise Refused("job_quarantined", f"job {event.job} is quarantined: its blocks stay pinned")
         if event.blocks != job.blocks:
             raise Refused("freed_other_blocks", f"job {event.job} frees blocks that are not the ones it pinned")
         _count_down(self.pins, job.blocks)
@@ -440,8 +442,9 @@ def _count_up(counts: BlockCounts, blocks: Blocks) -> None:
     for group, ranges in blocks:
         ids = from_ranges(ranges)
         counted = counts.setdefault(group, {})
-        if counted.keys().isdisjoint(ids):
-            counted.update(dict.fromkeys(ids, 1))
+        fresh = dict.fromkeys(ids, 1)
+        if len(fresh) == len(ids) and counted.keys().isdisjoint(fresh):
+            counted.update(fresh)
         else:
             for block in ids:
                 counted[block] = counted.get(block, 0) + 1
