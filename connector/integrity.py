@@ -119,13 +119,7 @@ class Fingerprints:
             starts = [segments[number] for segments in addresses]
             rows = self._rows(starts, size, word_bytes)
             weights = self._weights_for(rows.device, sum(sizes) // word_bytes)[first_word : first_word + words]
-            rows_at_once = max(1, _WORDS_AT_ONCE // max(words, 1))
-            part = torch.cat(
-                [
-                    rows[first : first + rows_at_once].to(torch.int64).mul_(weights).sum(1)
-                    for first in range(0, len(rows), rows_at_once)
-                ]
-            )
+            part = _weighted_sums(rows, weights)
             total = part if total is None else total.add_(part.to(total.device))
             first_word += words
         if total is None:
@@ -163,6 +157,14 @@ class Fingerprints:
         if weights is None:
             weights = self._weights[device, words] = place_weights(words).to(device)
         return weights
+
+
+def _weighted_sums(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row's words, each times its weight, modulo 2^64."""
+    at_once = max(1, _WORDS_AT_ONCE // max(len(weights), 1))
+    if len(rows) <= at_once:
+        return rows.to(torch.int64).mul_(weights).sum(1)
+    return torch.cat([part.to(torch.int64).mul_(weights).sum(1) for part in torch.split(rows, at_once)])
 
 
 def place_weights(words: int) -> torch.Tensor:
