@@ -54,8 +54,10 @@ def state_of(path: Path) -> dict[str, str]:
     return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.parent.iterdir()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_prints_an_address_serves_and_leaves_nothing_behind(tmp_path: Path, number: signal.Signals):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 0)]
+)
+def test_it_prints_an_address_serves_and_leaves_nothing_behind(tmp_path: Path, number: signal.Signals, status: int):
     (tmp_path / "log").mkdir()
     path = eventful_log(tmp_path / "log")
     before = state_of(path)
@@ -65,18 +67,11 @@ def test_it_prints_an_address_serves_and_leaves_nothing_behind(tmp_path: Path, n
         assert "did not answer" in page(address)
         assert list(temporary.iterdir()), "no copy was made"
         process.send_signal(number)
-        assert process.wait(30) in (0, 128 + number)
+        assert process.wait(30) == status
         assert process.stderr is not None
         assert process.stderr.read() == ""
     assert list(temporary.iterdir()) == []
     assert state_of(path) == before
-
-
-def test_ctrl_c_is_how_it_ends_well(tmp_path: Path):
-    with browsing(eventful_log(tmp_path), tmp_path / "temporary") as (process, address):
-        assert address
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
 
 
 def test_the_page_is_opened_in_the_users_browser_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -108,7 +103,7 @@ def test_a_log_whose_engine_was_killed_is_shown_with_its_tail(tmp_path: Path, tm
     before = state_of(path)
     assert any(name.endswith("-wal") for name in before)
     copy = server.make_copy(path, tmp_path_factory.mktemp("copy"))
-    assert verify(copy).events == written
+    assert verify(copy).events >= written
     assert state_of(path) == before
 
 
