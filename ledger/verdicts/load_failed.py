@@ -68,7 +68,7 @@ class LoadFailed(Verdict):
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self._failed: dict[str, list[_Failed]] = {}
-        self._recvs: dict[str, list[ev.RecvFailed]] = {}
+        self._recvs: dict[tuple[str, str], list[ev.RecvFailed]] = {}
         self._count: dict[str, int] = {}
         self._loaded_ranks: set[int] = set()
         self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
@@ -91,8 +91,9 @@ class LoadFailed(Verdict):
     def on_recv_failed(self, event: ev.RecvFailed) -> None:
         """Take a failed transfer from a prefill engine."""
         code = event.code or "UNKNOWN"
-        self._count[f"recv {code}"] = self._count.get(f"recv {code}", 0) + 1
-        known = self._recvs.setdefault(code, [])
+        counted = f"recv {code} {event.stage}"
+        self._count[counted] = self._count.get(counted, 0) + 1
+        known = self._recvs.setdefault((code, event.stage), [])
         if len(known) < KEPT_LOADS:
             known.append(event)
 
@@ -112,11 +113,11 @@ class LoadFailed(Verdict):
             known.append(self._take(event, chain, failures, answers))
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return one finding for each code."""
+        """Return one finding for each code; of transfers for each stage, too, where a code has another cause."""
         for code, failed in self._failed.items():
             yield self._finding(code, failed)
-        for code, failures in self._recvs.items():
-            yield self._transfers(code, failures)
+        for (code, stage), failures in self._recvs.items():
+            yield self._transfers(code, stage, failures)
 
     def _take(
         self, event: ev.LoadSettled, chain: Chain, failures: list[ev.RankLoaded], answers: list[ev.RankLoaded]
@@ -196,14 +197,15 @@ class LoadFailed(Verdict):
             and self._loaded_ranks.isdisjoint(first.ranks)
         )
 
-    def _transfers(self, code: str, failed: list[ev.RecvFailed]) -> Finding:
+    def _transfers(self, code: str, stage: str, failed: list[ev.RecvFailed]) -> Finding:
         first = failed[0]
-        number = self._count[f"recv {code}"]
+        number = self._count[f"recv {code} {stage}"]
+        where = f" at {stage}" if stage else ""
         why = words.failure(code, first.raw, first.exception, first.stage)
         return Finding(
             kind="load_failed",
             certainty="proven",
-            title=f"{words.plural(number, 'transfer')} from a prefill engine failed with {code}",
+            title=f"{words.plural(number, 'transfer')} from a prefill engine failed with {code}{where}",
             since_seq=first.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed)),
             blocks=listed(tuple(part for each in failed for part in each.blocks)),
