@@ -147,7 +147,7 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _llm(folder: Path, name: str, role: str, policy: str = "fail", gated: bool = False, **options: Any) -> Any:
+def _llm(folder: Path, name: str, role: Any, policy: Any = "fail", gated: bool = False, **options: Any) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 

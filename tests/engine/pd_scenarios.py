@@ -8,7 +8,6 @@ import json
 import os
 import random
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,10 @@ from tests.engine.pd_engines import GATE, HOLD_TIMEOUT_S, Engine
 
 SETTLE_TIMEOUT_S = 20.0
 """What a case may take until every block is back, on both sides: far beyond any timeout that is set here."""
+
+
+NOBODY = "http://127.0.0.1:9"
+"""Where no bootstrap server is: port 9 is for discarding, and nobody does so today."""
 
 
 def prompt(seed: int) -> list[int]:
@@ -74,107 +77,117 @@ def push(transfer: str) -> dict[str, Any]:
     return {"do_remote_decode": True, "transfer_id": transfer}
 
 
+class Cases:
+    """Two decodes of one prefill, one for each load-failure policy, and what becomes of each case.
+
+    Attributes:
+        results: for each case and policy, how the decode's request ended.
+        settled_s: for each case and engine, how long it took until every block was back.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.prefill = pair.engine("P1", "kv_producer", gated=True)
+        self.decodes = {
+            policy: pair.engine(f"D-{policy}", "kv_consumer", policy=policy) for policy in ("fail", "recompute")
+        }
+        self.alive = [self.prefill, *self.decodes.values()]
+        self.all = list(self.alive)
+        self.results: dict[str, dict[str, Any]] = {}
+        self.settled_s: dict[str, dict[str, float]] = {}
+
+    def settle(self, case: str) -> None:
+        """Wait until every block is back on both sides."""
+        for engine in self.alive:
+            engine.begin("settle", SETTLE_TIMEOUT_S)
+        self.settled_s[case] = {engine.name: engine.end() for engine in self.alive}
+
+    def both(
+        self, case: str, tokens: list[int], after: Callable[[str, Engine], None] | None = None, **params: str
+    ) -> None:
+        """Let both decodes pull at the same time, do something once they have asked, and see how they end."""
+        for policy, decode in self.decodes.items():
+            decode.begin("generate", tokens, self.pair.pull(f"{case}-{policy}", **params), 4)
+        if after is not None:
+            for policy, decode in self.decodes.items():
+                decode.wait_for(ev.PeersNamed, f"{case}-{policy}")
+                after(f"{case}-{policy}", decode)
+        self.results[case] = {policy: decode.end() for policy, decode in self.decodes.items()}
+        self.settle(case)
+
+    def serve(self, transfer: str, tokens: list[int], prefill: Engine | None = None) -> None:
+        """Prefill a request for a decode."""
+        (prefill or self.prefill).call("generate", tokens, push(transfer), 1)
+
+
 def failures(folder: Path) -> dict[str, Any]:
-    """One prefill and two decodes, one for each load-failure policy; then the prefill is killed, and a decode."""
-    pair = Pair(folder)
-    prefill = pair.engine("P1", "kv_producer", gated=True)
-    decodes = {policy: pair.engine(f"D-{policy}", "kv_consumer", policy=policy) for policy in ("fail", "recompute")}
-    engines = [prefill, *decodes.values()]
-    result: dict[str, Any] = {"cases": {}, "settled_s": {}}
+    """Whatever can go wrong between one prefill and two decodes; then the prefill is killed, and a decode."""
+    cases = Cases(Pair(folder))
+    prefill, decodes, pair = cases.prefill, cases.decodes, cases.pair
+    second = Pair(folder)
     try:
-        for engine in engines:
+        for engine in cases.alive:
             engine.ready()
+        reference = [prefill.call("generate", prompt(seed), None, 4)["tokens"] for seed in range(8)]
+        cases.settle("reference")
 
-        def settle(case: str) -> None:
-            result["settled_s"][case] = {
-                engine.name: engine.call("settle", SETTLE_TIMEOUT_S) for engine in engines if engine in alive
-            }
-            for engine in alive:
-                assert engine.call("unfinished") == 0
+        for policy in decodes:
+            cases.serve(f"good-{policy}", prompt(0))
+        cases.both("good", prompt(0))
+        cases.both("decode_first", prompt(1), after=lambda transfer, _: cases.serve(transfer, prompt(1)))
+        cases.both("never", prompt(2))
+        cases.both("wrong_address", prompt(3), remote_engine_id="elsewhere", remote_bootstrap_addr=NOBODY)
+        cases.both("unknown_engine", prompt(4), remote_engine_id="nobody")
 
-        def case(name: str, run: Callable[[str, Engine, str], Any]) -> None:
-            result["cases"][name] = {
-                policy: run(f"{name}-{policy}", decode, policy) for policy, decode in decodes.items()
-            }
-            settle(name)
+        for policy, decode in decodes.items():
+            decode.call("add", "aborted", prompt(5), pair.pull(f"aborted-{policy}"), 4)
+            decode.wait_for(ev.PeersNamed, f"aborted-{policy}")
+            decode.call("abort", "aborted")
+        cases.serve("never_asked", prompt(5))
+        cases.settle("aborted")
 
-        alive = set(engines)
-        result["reference"] = [prefill.call("generate", prompt(seed), None, 4)["tokens"] for seed in range(8)]
-        settle("reference")
-
-        def good(transfer: str, decode: Engine, policy: str) -> Any:
-            prefill.call("generate", prompt(0), push(transfer), 1)
-            return decode.call("generate", prompt(0), pair.pull(transfer), 4)
-
-        def decode_first(transfer: str, decode: Engine, policy: str) -> Any:
-            decode.begin("generate", prompt(0), pair.pull(transfer), 4)
-            decode.wait_for(ev.PeersNamed, transfer)
-            prefill.call("generate", prompt(0), push(transfer), 1)
-            return decode.end()
-
-        def never(transfer: str, decode: Engine, policy: str) -> Any:
-            return decode.call("generate", prompt(1), pair.pull(transfer), 4)
-
-        def wrong_address(transfer: str, decode: Engine, policy: str) -> Any:
-            params = pair.pull(transfer, remote_engine_id="elsewhere", remote_bootstrap_addr="http://127.0.0.1:9")
-            return decode.call("generate", prompt(2), params, 4)
-
-        def unknown_engine(transfer: str, decode: Engine, policy: str) -> Any:
-            return decode.call("generate", prompt(3), pair.pull(transfer, remote_engine_id="nobody"), 4)
-
-        def aborted(transfer: str, decode: Engine, policy: str) -> Any:
-            decode.call("add", transfer, prompt(4), pair.pull(transfer), 4)
-            decode.wait_for(ev.PeersNamed, transfer)
-            decode.call("abort", transfer)
-            return None
-
-        def never_asked(transfer: str, decode: Engine, policy: str) -> Any:
-            return prefill.call("generate", prompt(5), push(transfer), 1)
-
-        case("good", good)
-        case("decode_first", decode_first)
-        case("never", never)
-        case("wrong_address", wrong_address)
-        case("unknown_engine", unknown_engine)
-        case("aborted", aborted)
-        case("never_asked", never_asked)
+        # The second prefill starts while the first still lives: a start takes longer than all else here.
+        heir = second.engine("P2", "kv_producer", gated=True)
+        cases.all.append(heir)
 
         # The prefill is killed while its pushes have begun and cannot end.
         pair.gate.touch()
-        for policy, decode in decodes.items():
-            transfer = f"killed-{policy}"
-            decode.begin("generate", prompt(6), pair.pull(transfer), 4)
-            decode.wait_for(ev.PeersNamed, transfer)
-            prefill.call("generate", prompt(6), push(transfer), 1)
-            prefill.wait_for(ev.SendStarted, transfer)
-        prefill.kill()
-        alive.discard(prefill)
-        killed_at = time.monotonic()
-        result["cases"]["killed"] = {policy: decode.end() for policy, decode in decodes.items()}
-        result["killed_s"] = time.monotonic() - killed_at
-        settle("killed")
+        cases.alive.remove(prefill)
+        pushing: list[str] = []
 
-        # Another prefill takes its place; then a decode is killed that has asked, and is about to be pushed to.
-        second = pair.engine("P2", "kv_producer", gated=True).ready()
-        engines.append(second)
-        alive.add(second)
+        def kill(transfer: str, _: Engine) -> None:
+            cases.serve(transfer, prompt(6))
+            prefill.wait_for(ev.SendStarted, transfer)
+            pushing.append(transfer)
+            if len(pushing) == len(decodes):
+                prefill.kill()
+
+        cases.both("killed", prompt(6), after=kill)
         pair.gate.unlink()
-        transfer = "second-fail"
-        second.call("generate", prompt(0), push(transfer), 1)
-        result["cases"]["second"] = {"fail": decodes["fail"].call("generate", prompt(0), pair.pull(transfer), 4)}
-        settle("second")
-        transfer = "gone-fail"
-        decodes["fail"].call("add", transfer, prompt(7), pair.pull(transfer), 4)
-        decodes["fail"].wait_for(ev.PeersNamed, transfer)
-        decodes["fail"].kill()
-        alive.discard(decodes["fail"])
-        second.call("generate", prompt(7), push(transfer), 1)
-        settle("gone")
-        result["logs"] = {engine.name: str(engine.log) for engine in engines}
+
+        # A decode is killed that has asked, and is about to be pushed to.
+        cases.alive.append(heir.ready())
+        decode = decodes["fail"]
+        decode.call("add", "gone", prompt(7), second.pull("gone"), 4)
+        decode.wait_for(ev.PeersNamed, "gone")
+        decode.kill()
+        cases.alive.remove(decode)
+        cases.serve("gone", prompt(7), heir)
+        # Another takes over from the same prefill.
+        cases.serve("heir", prompt(0), heir)
+        cases.results["heir"] = {"recompute": decodes["recompute"].call("generate", prompt(0), second.pull("heir"), 4)}
+        cases.settle("gone")
+        unfinished = [engine.call("unfinished") for engine in cases.alive]
     finally:
-        for engine in engines:
+        for engine in cases.all:
             engine.stop()
-    return result
+    return {
+        "cases": cases.results,
+        "reference": reference,
+        "settled_s": cases.settled_s,
+        "unfinished": unfinished,
+        "logs": {engine.name: str(engine.log) for engine in cases.all},
+    }
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {scenario.__name__: scenario for scenario in (failures,)}
