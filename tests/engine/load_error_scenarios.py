@@ -20,6 +20,7 @@ from typing import Any
 import prometheus_client
 
 from connector.integrity import TRAILER_BYTES, Trailer, layout_digest
+from tests.engine import machine
 from tests.engine.held_store import Gate
 from tests.engine.machine import cpu_environment, free_port, greedy, make_llm, mooncake_master
 from tests.engine.scenarios import prompts, settle
@@ -237,7 +238,46 @@ def suffix(folder: Path) -> dict[str, Any]:
     return failing_loads(folder, "recompute", EPISODES[:-1], load_max_retries=0, load_rollback="suffix")
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (recompute, fail, suffix)}
+HYBRID = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+}
+"""What makes the tiny model one with two KV-cache groups: its sliding-window layers and the others."""
+
+
+def hybrid(folder: Path) -> dict[str, Any]:
+    """A model with two KV-cache groups: one prompt is loaded, and of another one a key is missing."""
+    machine.MODEL.update(HYBRID)
+    gate = Gate(folder / "gate")
+    extra = {"ledger_path": str(folder / "ledger"), "integrity": "all", "load_rollback": "suffix"}
+    with mooncake_master(folder) as master:
+        llm = make_llm(
+            folder,
+            "HeldStoreConnector",
+            extra,
+            kv_connector_module_path="tests.engine.held_store",
+            kv_load_failure_policy="recompute",
+        )
+        engine = llm.llm_engine
+        asked = dict(zip(("whole", "removed"), prompts(2, 400), strict=True))
+        saved = {name: run(engine, f"save-{name}", prompt) for name, prompt in asked.items()}
+        settle(llm)
+        faults = Faults(gate, master, master, tries=1)
+        loaded = {
+            name: during(getattr(faults, name), gate, lambda name=name, prompt=prompt: run(engine, name, prompt))
+            for name, prompt in asked.items()
+        }
+        settle(llm)
+        engine.engine_core.shutdown()
+    return {"saved": saved, "loaded": loaded}
+
+
+SCENARIOS = {scenario.__name__: scenario for scenario in (recompute, fail, suffix, hybrid)}
 
 if __name__ == "__main__":
     name, path = sys.argv[1], Path(sys.argv[2])

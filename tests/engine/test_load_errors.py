@@ -197,3 +197,21 @@ def test_nothing_is_left_behind(failing: Callable[[str], Run], name: str) -> Non
     assert not book.requests
     assert not [event for event in events if isinstance(event, ev.InvariantViolated | ev.Gap)]
     assert isinstance(events[-1], ev.LogClosed)
+
+
+def test_with_several_groups_a_failed_load_takes_the_whole_request_and_its_tokens_stay_right(
+    failing: Callable[[str], Run],
+) -> None:
+    run = failing("hybrid")
+    saved, loaded = run.result["saved"], run.result["loaded"]
+    assert {name: served["tokens"] for name, served in loaded.items()} == {
+        name: served["tokens"] for name, served in saved.items()
+    }
+    assert loaded["whole"]["cached"] == BLOCKS * 32
+    (whole,) = loads_of(run, "whole")
+    assert {group for event in whole if isinstance(event, ev.LoadPlanned) for group, _ in event.blocks} == {0, 1}
+    (answer,) = [event for event in loads_of(run, "removed")[0] if isinstance(event, ev.RankLoaded)]
+    assert (answer.code, answer.failed_keys, answer.invalid) == ("BLOCK_NOT_FOUND", 1, ())
+    state = fold(run.events()).state
+    assert state.pinned_blocks() == 0
+    assert not state.book.loads
