@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 ROOMS = ("unit", "property", "incidents", "simulation", "package", "browser", "engine")
 MARKED_ROOMS = {"simulation", "package", "browser", "engine"}
 NEEDED_MODULES = {
-    "simulation": ("vllm", "torch"),
+    "simulation": ("vllm", "torch", "greenlet"),
     "engine": ("vllm", "torch", "mooncake", "zmq"),
     "browser": ("playwright",),
 }

@@ -1,10 +1,11 @@
-"""The book alone: any sequence of events is accepted and keeps the invariants, or is refused by name and changes nothing.
+"""The book alone: events are accepted and keep the invariants, or are refused by name and change nothing.
 
-The machine draws events from a small world (few requests, jobs, loads, transfers, ranks and blocks), so that they meet.
-Some rules steer: they draw what a connector would do next, so that the depths of the book are reached. What must hold is
-computed here from the book and from what was accepted, with no code of `ledger.state`.
+The machine draws events from a small world (few requests, jobs, loads, transfers, ranks and blocks), so that they
+meet. Some rules steer: they draw what a connector would do next, so that the depths of the book are reached. What must
+hold is computed here from the book and from what was accepted, with no code of `ledger.state`.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -50,8 +51,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 """How fields that the book reads are drawn. All others keep their defaults, or are empty."""
 
-EMPTY: dict[type, Any] = {int: 0, str: "", tuple: ()}
-CHANGING = [kind for kind in ev.KINDS.values() if not kind.evidence and kind not in (ev.Gap, ev.LogOpened, ev.LogClosed)]
+NAME = re.compile(r"[a-z_]+")
+CHANGING = [
+    kind for kind in ev.KINDS.values() if not kind.evidence and kind not in (ev.Gap, ev.LogOpened, ev.LogClosed)
+]
 """Kinds that may change the state, and those of which it is tested that they do not."""
 
 
@@ -115,16 +118,19 @@ class Ledger(RuleBasedStateMachine):
         self.seq += 1
         event = kind(self.seq, self.seq * 10, self.seq, ev.SCHEDULER, 1, **fields)
         before, index_before = self.state.encode(), indexes(self.state)
+        refused = None
         try:
             self.state.apply(event)
-        except Refused as refused:
-            assert refused.rule and refused.rule == refused.rule.lower().replace(" ", "_")
-            assert refused.detail
-            assert self.state.encode() == before
-            assert indexes(self.state) == index_before
-            return False
-        self.remember(event)
-        return True
+        except Refused as error:
+            refused = error
+        if refused is None:
+            self.remember(event)
+            return True
+        assert NAME.fullmatch(refused.rule)
+        assert refused.detail
+        assert self.state.encode() == before
+        assert indexes(self.state) == index_before
+        return False
 
     def remember(self, event: ev.Event) -> None:
         """Note what an accepted event says, and that it may say so."""

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import Moo
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -152,6 +153,7 @@ class Checks:
         self._shape = shape
         self._only = only
         self._settled_loads: dict[str, int] = {}
+        self._tails: dict[int, None] = {}
         self._epochs = [0] * shape.blocks
 
     def bind(self, scheduler: Scheduler, log: Log, feed: "Feed") -> None:
@@ -161,7 +163,9 @@ class Checks:
         self.feed = feed
         self.pool = scheduler.kv_cache_manager.block_pool
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-        self._block_sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
+        specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+        self._block_sizes = [spec.block_size for spec in specs]
+        self._of_states = [isinstance(spec, MambaSpec) for spec in specs]
 
     def fail(self, kind: str, detail: str) -> None:
         """Note that a check failed; the run ends with this step."""
@@ -246,9 +250,9 @@ class Checks:
     def stored(self, rank: int, item: ReqMeta, key: str, block: int, content: Any) -> None:
         """A key becomes visible: it must hold the KV of its prefix."""
         prefix, _, digest = key.rpartition("@")
-        salt = b"window" if prefix.endswith("group:1") else b""
+        salt = self._shape.layout.encode() if prefix.endswith("group:1") else b""
         self.count("keys stored")
-        if content != bytes.fromhex(digest) + salt:
+        if bytes.fromhex(digest) + salt not in content:
             self.fail(
                 "poison",
                 f"key {digest[:12]} of {item.req_id} (job {item.store_job_id}, rank {rank}, block {block}) holds "
@@ -275,6 +279,9 @@ class Checks:
 
     def _registered(self, req_meta: ReqMeta, ranks: list[int]) -> None:
         number = req_meta.store_job_id
+        if number is not None and number in self._tails:
+            del self._tails[number]  # it was registered when its request ended, and goes to the workers now
+            return
         if number is None or number < self.next_job:
             self.fail(
                 "rule", f"a save of {req_meta.req_id} goes to the workers under the id {number}, which is not new"
@@ -283,11 +290,20 @@ class Checks:
         self.next_job = number + 1
         blocks = [put.block_id for put in req_meta.boundary_puts or ()]
         if req_meta.token_len_chunk:
-            blocks.extend(block for ids in req_meta.block_ids for block in ids if block)
+            for group, ids in enumerate(req_meta.block_ids):
+                if not self._of_states[group]:
+                    blocks.extend(block for block in ids if block)
         blocks = list(dict.fromkeys(blocks))
         epochs = {block: self._epochs[block] for block in blocks}
         self.jobs[number] = OpenJob(req_meta.req_id, ranks.copy(), blocks, epochs)
         self.count("jobs")
+
+    def tail_registered(self, req_meta: ReqMeta) -> None:
+        """Take the save of a tail into the account that the connector planned when its request ended."""
+        if req_meta.store_job_id is not None:
+            self._registered(req_meta, list(range(self._shape.ranks)))
+            self._tails[req_meta.store_job_id] = None
+            self.count("tails saved at the end of a request")
 
     def _load_targets(self, req_meta: ReqMeta) -> list[int]:
         spec = req_meta.load_spec
@@ -326,9 +342,9 @@ class Checks:
         for report in _reports(answer).jobs:
             if report.job in self.jobs:
                 self.jobs[report.job].lost = True
-        for request in answer.finished_recving or ():
-            if request in self.loads:
-                self.loads[request].lost = True
+        for answered in _reports(answer).loads:
+            for load in self.loads.values():
+                load.lost = load.lost or load.load == answered.load
         self.count("messages lost")
 
     def delivered(self, answers: Sequence[KVConnectorOutput | None]) -> None:
@@ -339,11 +355,10 @@ class Checks:
                 for report in _reports(answer).jobs:
                     self._job_reported(report.job, report.rank)
                     self.count(f"rank outcomes: {report.outcome}")
-        for rank, answer in enumerate(answers):
+        for answer in answers:
             if answer is not None:
-                for request in sorted(answer.finished_recving or ()):
-                    self._load_answered(request, rank)
                 for load in _reports(answer).loads:
+                    self._load_answered(load.load, load.rank)
                     self.count(f"load outcomes: {load.outcome} {load.code}".rstrip())
 
     def _job_reported(self, number: int, rank: int) -> None:
@@ -362,15 +377,15 @@ class Checks:
         self.violation_due = self.violation_due or detail
         self.count("broken reports")
 
-    def _load_answered(self, request: str, rank: int) -> None:
-        load = self.loads.get(request)
+    def _load_answered(self, number: int, rank: int) -> None:
+        load = next((load for load in self.loads.values() if load.load == number), None)
         if load is None or rank not in load.waiting:
             self.count("loads answered twice")
             return
         load.waiting.remove(rank)
         if not load.waiting:
-            self._settled_loads[request] = load.load
-            del self.loads[request]
+            self._settled_loads[load.request] = load.load
+            del self.loads[load.request]
 
     def settled_load(self) -> tuple[str, int] | None:
         """Return a load that has settled, if there is one: its request and id."""

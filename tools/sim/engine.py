@@ -26,14 +26,20 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import scheduler as upstream_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import MooncakeStoreCoordinator
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeLookupResult
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeLookupResult, ReqMeta
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,6 +58,7 @@ from tools.sim.workers import Place, Rank
 
 VOCABULARY = 500
 WINDOW_BLOCKS = 3
+STATE_UNITS = 4
 MAX_MODEL_LEN = 2048
 STALL_SUSPECT_S = 0.6
 """60 steps of virtual time, so that stalls are suspected within a run."""
@@ -86,6 +93,9 @@ class Host(TransferWatch):
 
     def looked_up(self, hit_tokens: int) -> None:
         """A lookup was answered."""
+
+    def tail_registered(self, req_meta: ReqMeta) -> None:
+        """A job was registered at the end of its request."""
 
     def wrong(self, detail: str) -> None:
         """A step attended to wrong KV."""
@@ -185,6 +195,16 @@ class SimulatedConnector(KVLedgerStoreConnector):
         }
         return Books(settings, opened, log)
 
+    def register_finished_partial_tail(
+        self, request: Request, block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
+    ) -> bool:
+        """Pass the hook on, and tell the checks of the job that it registered, if it did."""
+        delay = super().register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+        planned = self._half._finished_partial_tail_metas.get(request.request_id)
+        if planned is not None:
+            self._engine.host.tail_registered(planned)
+        return delay
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Give the plugin the pool, watched."""
         super().bind_gpu_block_pool(self._engine.host.watched(gpu_block_pool))
@@ -240,7 +260,13 @@ class Engine:
         self.queue: deque[Batch] = deque()
         self.unheard: dict[int, KVConnectorOutput] = {}
         config, cache = _vllm_config(shape), _kv_cache_config(shape)
+        # What vLLM's engine core resolves for the scheduler:
+        config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
         self.block_size, self.hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
+        cache.hash_block_size = self.hash_block_size
+        cache.cache_hit_alignment_tokens = kv_cache_utils.resolve_cache_hit_alignment_tokens(
+            cache, config, self.block_size, self.hash_block_size
+        )
         self._hasher = kv_cache_utils.get_request_block_hasher(self.hash_block_size, _hash)
         _under_construction.append(self)
         try:
@@ -260,7 +286,9 @@ class Engine:
             raise TypeError("vLLM built another connector than the simulated one")
         self.connector = connector
         self.books = connector.books
-        self.memory = Memory(shape.ranks, shape.blocks, _groups(shape, self.hash_block_size), host.wrong)
+        self.memory = Memory(
+            shape.ranks, shape.blocks, self.hash_block_size, _groups(shape, self.hash_block_size), host.wrong
+        )
         coordinator = MooncakeStoreCoordinator.from_kv_cache_config(
             cache, config, self.block_size, self.hash_block_size
         )
@@ -335,7 +363,7 @@ class Engine:
         clock, metadata = self.clock, batch.output.kv_connector_metadata
         start_ns = clock.now_ns
         clock.advance(start_ns + STEP_NS // 2)
-        self.memory.compute(batch.runs)
+        self.memory.compute(batch.runs, batch.output.kv_cache_block_copies or ())
         for rank in self.ranks:
             if rank.number not in lost_down:
                 rank.run(metadata)  # type: ignore[arg-type]
@@ -463,9 +491,14 @@ def _vllm_config(shape: pl.Shape) -> VllmConfig:
             max_num_batched_tokens=shape.max_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             is_encoder_decoder=False,
+            scheduler_reserve_full_isl=shape.reserve_prompt,
             async_scheduling=shape.pipelined,
         ),
-        cache_config=CacheConfig(block_size=shape.block_size, enable_prefix_caching=True),
+        cache_config=CacheConfig(
+            block_size=_block_tokens(shape),
+            enable_prefix_caching=True,
+            prefix_match_unit=shape.block_size if shape.layout == "states" else None,
+        ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="SimulatedConnector",
@@ -476,15 +509,25 @@ def _vllm_config(shape: pl.Shape) -> VllmConfig:
         ),
     )
     config.cache_config.num_gpu_blocks = shape.blocks
+    if shape.layout == "states":
+        config.cache_config.mamba_cache_mode = "align"
     config.parallel_config.world_size = shape.ranks
     return config
 
 
+def _block_tokens(shape: pl.Shape) -> int:
+    """Return the tokens in a block of full attention. Beside states it is long, and hits may end within it."""
+    return STATE_UNITS * shape.block_size if shape.layout == "states" else shape.block_size
+
+
 def _kv_cache_config(shape: pl.Shape) -> KVCacheConfig:
-    size = shape.block_size
+    size = _block_tokens(shape)
     head: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(block_size=size, **head))]
-    if shape.layout != "full":
+    if shape.layout == "states":
+        states = MambaSpec(block_size=size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+        groups.append(KVCacheGroupSpec(["states"], states))
+    elif shape.layout != "full":
         short = size if shape.layout == "window" else size // 2
         window = SlidingWindowSpec(block_size=short, sliding_window=WINDOW_BLOCKS * short, **head)
         groups.append(KVCacheGroupSpec(["window"], window))
@@ -492,9 +535,12 @@ def _kv_cache_config(shape: pl.Shape) -> KVCacheConfig:
 
 
 def _groups(shape: pl.Shape, hash_block_size: int) -> list[Group]:
-    size = shape.block_size
-    groups = [Group(size, size // hash_block_size, 0, b"")]
-    if shape.layout != "full":
+    size = _block_tokens(shape)
+    groups = [Group(size // hash_block_size)]
+    salt = shape.layout.encode()
+    if shape.layout == "states":
+        groups.append(Group(size // hash_block_size, 0, salt, states=True))
+    elif shape.layout != "full":
         short = size if shape.layout == "window" else size // 2
-        groups.append(Group(short, short // hash_block_size, WINDOW_BLOCKS * short, b"window"))
+        groups.append(Group(short // hash_block_size, WINDOW_BLOCKS * short, salt))
     return groups

@@ -49,19 +49,23 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         layout: the KV-cache groups: `full` (one), `window` (full and sliding-window attention), or `window2` (the same,
-            and the window's blocks are half as long).
+            and the window's blocks are half as long), or `states` (full attention and the states of a Mamba model, in
+            long blocks within which prefix hits may end).
         striped: the ranks hold identical KV, so each stores a part of the chunks (as with MLA).
         pipelined: the next step is scheduled before the last one's output is known (vLLM's async scheduling).
         runner: vLLM's model runner, 1 or 2: it decides how resumed requests are told to the connector.
+        reserve_prompt: a request is admitted only if its whole prompt fits, as is vLLM's default; else preemption is
+            more frequent.
         lookup_delay_steps: steps until an asynchronous lookup answers; 0 for lookups that block.
     """
 
     ranks: int = 1
     blocks: int = 40
     block_size: int = 16
-    layout: Literal["full", "window", "window2"] = "full"
+    layout: Literal["full", "window", "window2", "states"] = "full"
     striped: bool = False
     max_seqs: int = 8
+    reserve_prompt: bool = True
     max_batched_tokens: int = 128
     pipelined: bool = False
     runner: int = 1
@@ -277,14 +281,14 @@ def draw(seed: int, steps: int, *, ranks: Sequence[int] = (1, 2, 3, 4), faults: 
         *arrivals,
         *_draw_aborts(dice, steps, arrivals),
         *_draw_resets(dice, steps),
-        *_draw_call_faults(dice, shape, arrivals, kinds, 0.5 if mood == "heavy" else 0.12),
+        *_draw_call_faults(dice, shape, arrivals, kinds, 0.65 if mood == "heavy" else 0.25),
         *_draw_other_faults(dice, steps, shape, kinds),
     ]
     return Plan(seed, steps, shape, tuple(decisions))
 
 
 def _draw_shape(dice: Dice, ranks: Sequence[int]) -> Shape:
-    layout = dice.pick(("full", "full", "full", "window", "window2"))
+    layout = dice.pick(("full", "full", "full", "window", "window2", "states"))
     blocks = dice.pick((14, 20, 28, 40, 40, 60))
     saves_decode = dice.chance(0.3)
     return Shape(
@@ -293,6 +297,7 @@ def _draw_shape(dice: Dice, ranks: Sequence[int]) -> Shape:
         layout=layout,
         striped=dice.chance(0.2),
         max_seqs=dice.pick((2, 4, 8, 8)),
+        reserve_prompt=dice.chance(0.6),
         max_batched_tokens=dice.pick((32, 64, 128, 256)),
         pipelined=dice.chance(0.35),
         runner=dice.pick((1, 2)),
@@ -315,25 +320,28 @@ def _draw_arrivals(dice: Dice, steps: int, shape: Shape) -> list[Arrive]:
     capacity_tokens = (shape.blocks - 1) * shape.block_size // (1 if shape.layout == "full" else 3)
     longest = max(shape.block_size, capacity_tokens * dice.between(4, 9) // 10)
     families = dice.between(2, 5)
-    crowd = dice.pick((0.08, 0.15, 0.25, 0.4))
+    talk = dice.pick((1, 1, 3))  # now and then short questions and long answers, which preempt most
+    crowd = dice.pick((0.08, 0.15, 0.25, 0.4)) / talk
     arrivals: list[Arrive] = []
     step = 0
     while step < steps * 9 // 10:
         for _ in range(dice.between(1, 4) if dice.chance(0.2) else 1):
-            arrivals.append(_draw_request(dice, step, arrivals, families, longest, shape.block_size))
+            arrivals.append(_draw_request(dice, step, arrivals, families, longest // talk, longest, shape.block_size))
         step += max(1, int(2 * dice.below(1000) / 1000 / crowd))
     return arrivals
 
 
-def _draw_request(dice: Dice, step: int, before: list[Arrive], families: int, longest: int, block_size: int) -> Arrive:
+def _draw_request(
+    dice: Dice, step: int, before: list[Arrive], families: int, longest_prompt: int, longest: int, block_size: int
+) -> Arrive:
     request = f"r{len(before)}"
     if before and dice.chance(0.2):
         request = dice.pick(before[-8:]).request
     if before and dice.chance(0.15):  # somebody asks the same again
         same = dice.pick(before)
         return msgspec.structs.replace(same, step=step, request=request)
-    max_tokens = dice.pick((1, 3, 8, 20, 40))
-    room = max(2, longest - max_tokens)
+    max_tokens = dice.pick((1, 3, 8, 20, 40) if longest_prompt == longest else (20, 40, 80, 120))
+    room = max(2, min(longest_prompt, longest - max_tokens))
     shared = min(room - 1, dice.below(1 + room // block_size) * block_size)
     own = 1 + dice.below(max(1, min(room - shared, 3 * block_size)))
     return Arrive(
@@ -391,7 +399,7 @@ def _draw_call_faults(
                     call=dice.pick(calls),
                     request=request,
                     rank=dice.below(shape.ranks),
-                    nth=dice.below(3),
+                    nth=dice.pick((0, 0, 1, 2)),
                     fault=kind,
                     value=value,
                     share=dice.pick((1000, 1000, 500, 100)),

@@ -158,7 +158,7 @@ class RankStore:
         self._rank = rank
         self._clock = clock
         self._faults = faults
-        self._content = memory.content[rank]
+        self._memory = memory
         self._watch = watch
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
@@ -181,7 +181,7 @@ class RankStore:
 
         def read(index: int) -> None:
             self._watch.reads(self._rank, item, blocks[index])
-            values.append(self._content[blocks[index]])
+            values.append(self._memory.read(self._rank, blocks[index]))
 
         codes = self._move("put", item, keys, read)
         for key, block, value, code in zip(keys, blocks, values, codes, strict=False):
@@ -205,7 +205,7 @@ class RankStore:
                 missing[index] = True
                 return
             self._watch.writes(self._rank, item, blocks[index])
-            self._content[blocks[index]] = value
+            self._memory.write(self._rank, blocks[index], value)
 
         codes = self._move("get", item, keys, write)
         for index, code in enumerate(codes):
@@ -213,7 +213,7 @@ class RankStore:
                 codes[index] = OBJECT_NOT_FOUND if missing[index] else BLOCK_BYTES
             elif not missing[index] and code == TRANSFER_FAIL:
                 self._watch.writes(self._rank, item, blocks[index])
-                self._content[blocks[index]] = ("torn", keys[index])
+                self._memory.spoil(self._rank, blocks[index], "torn")
         return codes
 
     def remove_all(self, force: bool = False) -> int:

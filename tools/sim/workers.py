@@ -233,7 +233,7 @@ class Rank:
                 thread.add_request(req_meta)
 
     def answer(self, metadata: MooncakeStoreConnectorMetadata, finished: set[str]) -> KVConnectorOutput:
-        """Return what this rank tells the scheduler at the end of a step, by the calls that vLLM's model runner makes."""
+        """Return what this rank tells the scheduler at the end of a step, by the calls that vLLM makes."""
         worker = self.worker
         results = worker.get_transfer_results(finished, metadata)
         return KVConnectorOutput(

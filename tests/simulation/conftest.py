@@ -1,0 +1,38 @@
+"""What the simulated runs of this room share: silence, and the ten slowest seeds at the end."""
+
+import pytest
+
+played = []
+"""Every result of a plain run, for the summary."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet():
+    from tools.sim.engine import quiet
+
+    quiet()
+
+
+@pytest.fixture
+def play():
+    """Play a seed, or a plan, and remember the result for the summary."""
+    from tools.sim import plan as pl
+    from tools.sim.run import Run
+
+    def play_one(plan, steps=300, **how):
+        result = Run(pl.draw(plan, steps) if isinstance(plan, int) else plan, **how).play()
+        played.append(result)
+        return result
+
+    return play_one
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say which seeds were slowest, and how fast they were all together."""
+    if len(played) < 10:
+        return
+    steps, seconds = sum(result.steps for result in played), sum(result.seconds for result in played)
+    terminalreporter.section("slowest simulated seeds")
+    for result in sorted(played, key=lambda result: -result.seconds)[:10]:
+        terminalreporter.write_line(f"seed {result.seed:>6}  {result.seconds:6.2f} s  {result.steps:>5} steps")
+    terminalreporter.write_line(f"{len(played)} runs, {steps:,} engine steps, {steps / seconds:,.0f} steps/s")
