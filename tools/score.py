@@ -138,6 +138,7 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
 
 def score(seed: int, steps: int, canary_name: str) -> Score:
     """Run a seed, replay its log, and compare."""
+    from ledger.blast import blast_radius
     from ledger.replay import replay
 
     truth, events = play(seed, steps, canary_name)
@@ -147,6 +148,9 @@ def score(seed: int, steps: int, canary_name: str) -> Score:
     named_jobs = {job for finding in held for job in finding.jobs}
     named_loads = {request for finding in held if not finding.jobs for request in finding.requests}
     tainted = {entry["key"] for finding in findings for entry in finding.facts.get("tainted", ())}
+    for job in {job for finding in findings if finding.kind == "poison" for job in finding.jobs}:
+        radius = blast_radius([events.__iter__], job)
+        tainted.update(radius.derived if radius is not None else ())
     kinds = {finding.kind for finding in findings}
     due: dict[str, int] = {
         "unsettled job": len(truth.jobs),

@@ -202,8 +202,8 @@ def report_is_lost(view: RankView, end: End) -> bool:
 def _is_overtaken(trail: Trail, number: int, chain: Chain, view: RankView) -> bool:
     """Return whether the rank has long since reported a job that was registered later.
 
-    A rank works its jobs off in the order in which they come, so it owes no report of an earlier one any more, unless it
-    is inside a call for it.
+    A rank works its jobs off in the order in which they come, so it owes no report of an earlier one any more, unless
+    it is inside a call for it.
     """
     later = trail.reported.get(view.rank)
     if later is None or later.job <= number or not chain or view.doing not in ("ended", "silent"):

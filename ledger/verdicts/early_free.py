@@ -13,7 +13,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import expand
+from ledger.blocks import expand, numbers
 from ledger.state import Load
 from ledger.trail import End, Trail
 from ledger.transfers import Recv
@@ -55,7 +55,7 @@ class EarlyFree(RuleVerdict):
         book = self.state.book
         if not (book.loads or book.recvs):
             return
-        given = set(expand(event.blocks))
+        given = set(numbers(event.blocks))  # one pool for all groups, so a number is one piece of memory
         for number, load in book.loads.items():
             self._hit(event, given, f"load {number}", load.request, load, load.waiting, self.trail.loads[number])
         for request, recv in book.recvs.items():
@@ -72,7 +72,7 @@ class EarlyFree(RuleVerdict):
     def _hit(
         self,
         event: ev.BlocksAllocated,
-        given: set[tuple[int, int]],
+        given: set[int],
         what: str,
         request: str,
         opened: Load | Recv,
@@ -83,7 +83,7 @@ class EarlyFree(RuleVerdict):
             return
         if event.request == request and event.generation == opened.generation:
             return
-        hit = tuple(sorted(given.intersection(expand(opened.blocks))))
+        hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
         if hit:
             self._told.add(what)
             self._released.append(_Released(event, what, request, opened.since_seq, hit, waiting, tuple(chain[-8:])))

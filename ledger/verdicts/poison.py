@@ -20,8 +20,10 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import Blocks, by_group, expand
+from ledger.blocks import Blocks, by_group, expand, numbers
+from ledger.state import Job, Load
 from ledger.trail import Chain, End, Trail
+from ledger.transfers import Recv, Send
 from ledger.verdicts import Finding, Verdict
 
 Block = tuple[int, int]
@@ -55,14 +57,22 @@ class _Work(msgspec.Struct):
 class _Grant(msgspec.Struct):
     """A block that was given away.
 
+    Blocks are compared by number alone: vLLM has one pool for all KV-cache groups, so what one group gives up may come
+    back in another, and it is the same memory.
+
     Attributes:
         works: the work that was open then, by what its calls are found by.
+        written: the event from whose step on the new owner has written into the block; None if it may not have. A
+            request that is scheduled writes in the step in which it gets the block. One that loads does when the load
+            has ended well, or when it runs.
     """
 
     event: ev.BlocksAllocated
-    blocks: frozenset[Block]
+    numbers: frozenset[int]
     released: ev.BlocksReleased | ev.RequestPreempted | ev.RequestFinished | ev.RequestAborted | None
     works: dict[tuple[str, int | str], _Work]
+    written: ev.Event | None = None
+    load: int = -1
 
 
 class _Hit(msgspec.Struct):
@@ -79,9 +89,11 @@ class _Hit(msgspec.Struct):
     @property
     def proven(self) -> bool:
         """Whether the events exclude that the block still held its old owner's KV."""
+        written = self.grant.written
         return (
-            self.started.step > self.grant.event.step
-            and self.started.ts_ns > self.grant.event.ts_ns
+            written is not None
+            and self.started.step > written.step
+            and self.started.ts_ns > written.ts_ns
             and self.grant.event.request != self.work.request
         )
 
@@ -137,8 +149,8 @@ class Poison(Verdict):
         """Put the work that is open on trial, and its calls that are open already."""
         if len(self._grants) >= KEPT_GRANTS:
             self._forget_old_grants()
-        blocks = frozenset(expand(event.blocks))
-        grant = _Grant(event, blocks, None, self._open_work(event, blocks))
+        given = frozenset(numbers(event.blocks))
+        grant = _Grant(event, given, None, self._open_work(event, given), event)
         if not grant.works:
             return
         self._grants.append(grant)
@@ -152,13 +164,12 @@ class Poison(Verdict):
         alive = [grant for grant in self._grants if any(work.job in book.jobs for work in grant.works.values())]
         self._grants = alive[len(alive) // 2 :]
 
-    def _open_work(self, event: ev.BlocksAllocated, blocks: frozenset[Block]) -> dict[tuple[str, int | str], _Work]:
+    def _open_work(self, event: ev.BlocksAllocated, given: frozenset[int]) -> dict[tuple[str, int | str], _Work]:
         """Return the open work of other owners that names the blocks, or that may do so because it has pinned none."""
         book, trail = self.state.book, self.trail
         works: dict[tuple[str, int | str], _Work] = {}
-        owner = (event.request, event.generation)
         for number, job in book.jobs.items():
-            if (job.request, job.generation) == owner or (job.blocks and not _overlap(job.blocks, blocks)):
+            if self._is_owner(event, job.request, job) or (job.blocks and not _overlap(job.blocks, given)):
                 continue
             chain = trail.jobs.get(number)
             began = chain[0] if chain else None
@@ -166,24 +177,34 @@ class Poison(Verdict):
                 f"store job {number}", number, job.request, job.generation, began, bool(job.blocks)
             )
         for number, load in book.loads.items():
-            if (load.request, load.generation) != owner and load.waiting and _overlap(load.blocks, blocks):
+            if not self._is_owner(event, load.request, load) and load.waiting and _overlap(load.blocks, given):
                 chain = trail.loads.get(number)
                 works["load", number] = _Work(
                     f"load {number}", -1, load.request, load.generation, chain[0] if chain else None, True
                 )
         for request, recv in book.recvs.items():
-            if (request, recv.generation) != owner and recv.missing_ranks() and _overlap(recv.blocks, blocks):
+            if not self._is_owner(event, request, recv) and recv.missing_ranks() and _overlap(recv.blocks, given):
                 chain = trail.recvs.get(request)
                 works["transfer", recv.transfer] = _Work(
                     f"recv {recv.transfer}", -1, request, recv.generation, chain[0] if chain else None, True
                 )
         for request, send in book.sends.items():
-            if (request, send.generation) != owner and send.waiting and _overlap(send.blocks, blocks):
+            if not self._is_owner(event, request, send) and send.waiting and _overlap(send.blocks, given):
                 chain = trail.sends.get(request)
                 works["transfer", send.transfer] = _Work(
                     f"send {send.transfer}", -1, request, send.generation, chain[0] if chain else None, True
                 )
         return works
+
+    def _is_owner(self, event: ev.BlocksAllocated, request: str, opened: Job | Load | Send | Recv) -> bool:
+        """Return whether it is the life of the request that the work belongs to which gets the blocks.
+
+        An id that comes back after its request has ended begins with generation 1 again, so its life is looked at too.
+        """
+        if event.request != request or event.generation != opened.generation:
+            return False
+        life = self.trail.requests.get(request)
+        return not (life and isinstance(life[0], ev.RequestQueued) and life[0].seq > opened.since_seq)
 
     def _chain(self, key: tuple[str, int | str]) -> Chain:
         what, name = key
@@ -192,6 +213,29 @@ class Poison(Verdict):
         transfers = (*self.trail.recvs.values(), *self.trail.sends.values())
         found: Chain = []
         return next((chain for chain in transfers if chain and getattr(chain[0], "transfer", "") == name), found)
+
+    def on_load_planned(self, event: ev.LoadPlanned) -> None:
+        """Blocks that were given out for a load are written by the load."""
+        for grant in reversed(self._grants):
+            given = grant.event
+            if (given.step, given.request, given.generation) != (event.step, event.request, event.generation):
+                return
+            if grant.numbers.issubset(numbers(event.blocks)):
+                grant.written, grant.load = None, event.load
+
+    def on_load_settled(self, event: ev.LoadSettled) -> None:
+        """A load that ended well has written its blocks."""
+        if event.outcome == "loaded":
+            for grant in self._grants:
+                if grant.load == event.load and grant.written is None:
+                    grant.written = event
+
+    def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
+        for grant in self._grants:
+            if grant.written is None and grant.event.request == event.request:
+                grant.written = event
+
+    on_request_scheduled = on_request_resumed = _runs
 
     # --- who read and wrote -----------------------------------------------------------------------------------------
 
@@ -224,7 +268,7 @@ class Poison(Verdict):
 
     def _judge(self, started: ev.TransferStarted, grant: _Grant, work: _Work) -> None:
         order = list(expand(started.blocks))
-        touched = [index for index, block in enumerate(order) if block in grant.blocks]
+        touched = [index for index, block in enumerate(order) if block[1] in grant.numbers]
         if not touched:
             return
         call = (started.transfer, started.rank, started.peer)
@@ -244,7 +288,7 @@ class Poison(Verdict):
         for event in reversed(self._ends):
             if getattr(event, "request", "") != work.request or event.seq > grant.event.seq:
                 continue
-            if not isinstance(event, ev.BlocksReleased) or not grant.blocks.isdisjoint(expand(event.blocks)):
+            if not isinstance(event, ev.BlocksReleased) or not grant.numbers.isdisjoint(numbers(event.blocks)):
                 return event
         return None
 
@@ -379,8 +423,8 @@ def _open_calls(chain: Chain) -> list[ev.TransferStarted]:
     return list(calls.values())
 
 
-def _overlap(named: Blocks, blocks: frozenset[Block]) -> bool:
-    return any(block in blocks for block in expand(named))
+def _overlap(named: Blocks, given: frozenset[int]) -> bool:
+    return not given.isdisjoint(numbers(named))
 
 
 def _grouped(blocks: tuple[Block, ...]) -> Blocks:

@@ -250,6 +250,21 @@ def test_a_put_that_was_open_when_its_block_was_given_away_is_suspected():
     assert (finding.kind, finding.certainty) == ("poison", "suspected")
 
 
+def test_a_block_that_comes_back_in_another_group_is_the_same_memory():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.preempts("R")
+    log.blocks_allocated(request="R2", generation=1, blocks=((1, ((6, 7),)),))
+    log.steps(2)
+    log.puts(0, keys="abcdefgh")
+    log.reports(0)
+    log.request_aborted(request="R", generation=2)
+    finding = only(replay(log.closes().events))
+    assert finding.blocks == ((0, 6), (0, 7))
+    assert [entry["key"] for entry in finding.facts["tainted"]] == ["b", "c"]
+
+
 def test_a_put_that_had_ended_before_is_no_poison_even_if_its_evidence_comes_late():
     log = Script()
     log.runs("R")
