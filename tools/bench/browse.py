@@ -3,8 +3,8 @@
     python tools/bench/browse.py [--events 1000000] [--rounds 3] [--folder FOLDER]
 
 The log is made up, the same for the same number: two ranks, one request at a time, preemptions, loads, one failure in
-a hundred. Datasette runs in this process with its default limits: a query that takes longer than one second fails
-there, and here.
+a hundred. Datasette runs in this process, as `kvledger browse` runs it: a query that takes longer than its usual one
+second fails there, and here.
 """
 
 import argparse
