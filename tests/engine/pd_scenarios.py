@@ -48,7 +48,7 @@ class Pair:
 
     def engine(self, name: str, role: str, **options: Any) -> Engine:
         """Start an engine."""
-        return Engine(self.folder, name, role, self.environment, **options)
+        return Engine(self.folder, name, role, dict(self.environment), **options)
 
     @property
     def address(self) -> str:
@@ -190,7 +190,34 @@ def failures(folder: Path) -> dict[str, Any]:
     }
 
 
-SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {scenario.__name__: scenario for scenario in (failures,)}
+def ranks(folder: Path) -> dict[str, Any]:
+    """A prefill of two ranks, a decode of two, and a decode of one that needs both ranks of the prefill."""
+    pair = Pair(folder)
+    pair.environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    engines = {"P": pair.engine("P", "kv_producer", tensor_parallel_size=2)}
+    engines["D2"] = pair.engine("D2", "kv_consumer", tensor_parallel_size=2)
+    pair.environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    engines["D1"] = pair.engine("D1", "kv_consumer")
+    cases: dict[str, Any] = {}
+    try:
+        for engine in engines.values():
+            engine.ready()
+        reference = engines["P"].call("generate", prompt(0), None, 4)["tokens"]
+        for name in ("D1", "D2"):
+            for case in ("good", "never"):
+                transfer = f"{case}-{name}"
+                if case == "good":
+                    engines["P"].call("generate", prompt(0), push(transfer), 1)
+                cases[transfer] = engines[name].call("generate", prompt(0), pair.pull(transfer), 4)
+        for engine in engines.values():
+            engine.call("settle", SETTLE_TIMEOUT_S)
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    return {"cases": cases, "reference": reference, "logs": {name: str(e.log) for name, e in engines.items()}}
+
+
+SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {scenario.__name__: scenario for scenario in (failures, ranks)}
 
 
 def main() -> None:

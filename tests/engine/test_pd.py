@@ -44,15 +44,24 @@ class Run(NamedTuple):
         return found
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("pd")
-    result = run_scenario("tests.engine.pd_scenarios", "failures", folder)
+def run_of(scenario: str, folder: Path) -> Run:
+    """Run a scenario and read what it left."""
+    result = run_scenario("tests.engine.pd_scenarios", scenario, folder)
     events = {}
     for engine, path in result["logs"].items():
         with open_log(Path(path)) as log:
             events[engine] = list(log.events())
     return Run(result, events)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of("failures", tmp_path_factory.mktemp("failures"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of("ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def failure(run: Run, case: str, policy: str) -> tuple[str, str]:
@@ -211,3 +220,50 @@ def test_a_decode_that_is_gone_is_a_bounded_leak_of_the_prefill(run: Run) -> Non
     finding = run.finding_of("P2", "gone", "P2", "D-fail")
     assert (finding.kind, finding.code) == ("leak", "TRANSFER_FAILED")
     assert "the decode engine D-fail still waits for it" in finding.culprit
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def peers_of(run: Run, engine: str, transfer: str) -> set[tuple[int, str]]:
+    """Return rank and peer of every peer that a decode's ranks have named."""
+    named = [event for event in run.of(engine, transfer) if isinstance(event, ev.PeersNamed)]
+    return {(event.rank, peer) for event in named for peer in event.peers}
+
+
+@pytest.mark.parametrize(
+    ("engine", "peers"),
+    [("D1", {(0, "tp0 pp0"), (0, "tp1 pp0")}), ("D2", {(0, "tp0 pp0"), (1, "tp1 pp0")})],
+)
+@pytest.mark.parametrize(("case", "outcome"), [("good", "ok"), ("never", "failed")])
+def test_every_peer_of_every_rank_is_named_and_settles(
+    ranks: Run, engine: str, peers: set[tuple[int, str]], case: str, outcome: str
+) -> None:
+    transfer = f"{case}-{engine}"
+    assert peers_of(ranks, engine, transfer) == peers
+    told = ranks.of(engine, transfer)
+    settled = [event for event in told if isinstance(event, ev.PeerSettled)]
+    assert {(event.rank, event.peer) for event in settled} == peers
+    assert {event.outcome for event in settled} == {outcome}
+    assert isinstance([event for event in told if not event.evidence][-1], ev.RecvSettled)
+    assert sum(isinstance(event, ev.RecvFailed) for event in told) == (case == "never")
+
+
+def test_two_ranks_of_a_prefill_send_to_two_of_a_decode(ranks: Run) -> None:
+    assert ranks.result["cases"]["good-D2"]["tokens"] == ranks.result["reference"]
+    sent = [event for event in ranks.of("P", "good-D2") if isinstance(event, ev.RankSent)]
+    assert {(event.rank, event.outcome) for event in sent} == {(0, "sent"), (1, "sent")}
+
+
+def test_two_ranks_of_a_prefill_send_to_one_of_a_decode(ranks: Run) -> None:
+    ended = ranks.result["cases"]["good-D1"]
+    assert (ended["reason"], ended["cached"]) == ("length", 300)
+    assert isinstance(ranks.of("P", "good-D1")[-1], ev.SendSettled)
+
+
+@pytest.mark.parametrize("engine", ["P", "D1", "D2"])
+def test_with_several_ranks_the_fold_gives_the_digests_that_the_engine_recorded(ranks: Run, engine: str) -> None:
+    folded = ranks.fold(engine)
+    assert [recorded for recorded, _ in folded.digests] == [digest for _, digest in folded.digests]
+    assert not folded.state.book.recvs
+    assert not folded.state.book.sends
