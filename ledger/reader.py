@@ -139,9 +139,9 @@ class LogFile:
 
     @property
     def lacks_wal(self) -> bool:
-        """Whether a torn log was copied without its `-wal`, and so without its newest events.
+        """Whether a torn log has no `-wal`, although a killed engine leaves one behind.
 
-        A killed engine leaves its `-wal` behind; only a log that was closed has none.
+        It was copied without it, and lacks the newest events; or another program has moved the `-wal` into the file.
         """
         return not self.sealed and self._immutable and self.end == "torn"
 
@@ -156,19 +156,27 @@ class LogFile:
             FileCorrupt: an event is missing or cannot be read, and damage is not tolerated.
             FileNewer: an event is of a kind or version that this kvledger does not know.
         """
-        for page in self.pages(after_seq, until_seq):
-            yield from page.events
+        after, last = after_seq, until_seq if until_seq is not None else _LAST_PLACE
+        while after < last:
+            before = after
+            events = self._read_in_bulk(after, last)
+            if events is None:
+                after, page = self._read_page(after, last)
+                events = page.events
+            else:
+                after += len(events)
+            if after == before:
+                return
+            yield from events
 
     def pages(self, after_seq: int = 0, until_seq: int | None = None) -> Iterator[Page]:
         """Yield the same events as `events`, a page at a time, each with its line as it is stored."""
         after, last = after_seq, until_seq if until_seq is not None else _LAST_PLACE
         while after < last:
-            rows = self._read_page(after, last)
-            if not rows:
+            before = after
+            after, page = self._read_page(after, last)
+            if after == before:
                 return
-            page = self._decode(rows)
-            self._check_order(after, rows, page.events)
-            after = rows[-1][0]
             yield page
 
     def query(self, sql: str) -> Iterator[tuple[Any, ...]]:
@@ -237,13 +245,34 @@ class LogFile:
                 self._reconnect()
         return read()
 
-    def _read_page(self, after: int, last: int) -> list[tuple[int, bytes]]:
+    def _read_in_bulk(self, after: int, last: int) -> list[ev.AnyEvent] | None:
+        """Return the next events, none at the end; None if they need a closer look.
+
+        Two calls for a whole page: to fetch and to decode each event alone would double what replay costs.
+        """
+        self._follow()
+        bounds = (after, last, PAGE_EVENTS)
+        try:
+            ((count, newest, lines),) = self._patiently(lambda: self._connection.execute(_BULK, bounds).fetchall())
+            events = _PAGE_DECODER.decode(b"[" + (lines or b"") + b"]")
+        except (*_DAMAGE, msgspec.DecodeError):
+            return None  # an older version of an event, more than SQLite puts into one text, or damage
+        if count and newest != after + count:
+            return None
+        return events if [event.seq for event in events] == list(range(after + 1, after + count + 1)) else None
+
+    def _read_page(self, after: int, last: int) -> tuple[int, Page]:
+        """Return the place of the last event that was looked at, and the events up to there."""
         rows = self._fetch(_PAGE, (after, last, PAGE_EVENTS))
         places = [after, *[seq for seq, _ in rows]]
         if any(map(operator.ge, places, places[1:])):
             self._give_up_or_salvage(sqlite3.DatabaseError("events come out of order"))
             rows = self._fetch(_PAGE, (after, last, PAGE_EVENTS))
-        return rows
+        if not rows:
+            return after, Page([], [])
+        page = self._decode(rows)
+        self._check_order(after, rows, page.events)
+        return rows[-1][0], page
 
     def _decode(self, rows: list[tuple[int, bytes]]) -> Page:
         try:
@@ -450,6 +479,7 @@ _NOT_THE_FILE = tuple(
 """Errors of SQLite's that say nothing about what the file holds."""
 
 _PAGE = "SELECT seq, data FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+_BULK = f"SELECT count(*), max(seq), group_concat(data) FROM ({_PAGE})"  # noqa: S608 - the statement above
 _REVISION = re.compile(r"(log|sealed)_\d{4}")
 _LAST_PLACE = 2**63 - 1
 _COPY_AGAIN = "Copy it again from the host that wrote it, with the -wal file beside it."

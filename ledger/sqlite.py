@@ -77,7 +77,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
         check_same_thread=False,
     )
     try:
-        connection.execute("PRAGMA journal_mode = WAL").fetchall()
+        _use_wal(connection)
         # A killed process loses nothing that was committed. A host that loses power may lose the last commits, and
         # the file stays whole. FULL would wait for the disk at every flush.
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -89,6 +89,12 @@ def open_to_write(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise sqlite3.OperationalError("this file system cannot hold a write-ahead log; use one on a local disk")
 
 
 def open_to_read(path: Path, *, immutable: bool) -> sqlite3.Connection:

@@ -70,7 +70,7 @@ def writing(path: Path, log: Log | None = None, **settings) -> Generator[tuple[L
     try:
         yield log, writer
     finally:
-        writer.close(timeout_s=10)
+        writer.close(timeout_s=60)
 
 
 def closed_log(path: Path, events: int = 1_000) -> Path:
@@ -94,12 +94,12 @@ writer = Writer(log, Path(sys.argv[1]), engine="test-engine", boot="boot-1", flu
 writer.start()
 log.append(ev.LogOpened, engine="test-engine", boot="boot-1")
 append_requests(log, int(sys.argv[2]))
-if not writer.flush():
+if not writer.flush(timeout_s=60):
     raise SystemExit("not flushed")
 print(log.last_seq, flush=True)
 for _ in range(100):
     append_requests(log, 200)
-    writer.flush()
+    writer.flush(timeout_s=60)
 signal.pause()
 """
 

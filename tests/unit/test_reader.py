@@ -60,6 +60,16 @@ def test_a_closed_log_says_so(tmp_path):
         assert not log.lacks_wal
 
 
+def test_events_too_large_to_be_read_at_once_are_read_one_by_one(tmp_path):
+    with writing(tmp_path / "a.db") as (log, _):
+        append_transfers(log, 100)
+        append_requests(log, 100)
+    with open_log(tmp_path / "a.db") as file:
+        file._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 50_000)  # in place of 1,000,000,000
+        assert [event.seq for event in file.events()] == list(range(1, log.last_seq + 1))
+        assert file.damage == []
+
+
 @given(after=st.integers(0, 60), until=st.integers(0, 60), page=st.integers(1, 20))
 def test_a_part_of_a_log_is_its_events_between_two_places(closed, after, until, page):
     with pytest.MonkeyPatch.context() as patch, open_log(closed) as log:
@@ -165,16 +175,16 @@ def test_logs_are_read_where_nothing_may_be_written(tmp_path):
 def test_a_live_log_is_followed(tmp_path):
     with writing(tmp_path / "a.db") as (log, writer):
         append_requests(log, 10)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         with open_log(tmp_path / "a.db") as file:
             assert file.end == "live"
             assert [event.seq for event in file.events()] == list(range(1, 21))
             append_requests(log, 5)
-            assert writer.flush()
+            assert writer.flush(timeout_s=60)
             assert file.last_seq == 30
             assert [event.seq for event in file.events(after_seq=20)] == list(range(21, 31))
             log.append(ev.LogClosed)
-            assert writer.close()
+            assert writer.close(timeout_s=60)
             assert file.end == "closed"
             assert [event.seq for event in file.events(after_seq=30)] == [31]
 
@@ -222,12 +232,12 @@ def test_a_reader_leaves_no_more_files_than_the_engine_did(tmp_path):
 def test_an_engine_that_closes_under_a_reader_loses_nothing(tmp_path):
     with writing(tmp_path / "a.db") as (log, writer):
         append_requests(log, 3_000)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         with open_log(tmp_path / "a.db") as file:
             reading = file.events()
             next(reading)
             log.append(ev.LogClosed)
-            assert writer.close()
+            assert writer.close(timeout_s=60)
             assert sum(1 for _ in reading) == log.last_seq - 1
     with open_log(tmp_path / "a.db") as file:
         assert file.end == "closed"

@@ -374,7 +374,7 @@ def test_a_log_that_is_not_sealed_is_checked_for_holes(tmp_path):
 def test_a_live_log_is_verified_while_it_is_written(tmp_path):
     with writing(tmp_path / "a.db") as (log, writer):
         append_requests(log, 1_000)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         assert verify(tmp_path / "a.db").ok
 
 

@@ -58,7 +58,7 @@ def test_what_was_appended_is_in_the_file_in_order(tmp_path):
     appended = []
     with writing(tmp_path / "a.db", batch_events=7) as (log, writer):
         appended.extend(log.append(ev.RequestQueued, request=f"r{number}", generation=1) for number in range(100))
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         assert writer.written_seq == log.last_seq == 100
         assert stored(tmp_path / "a.db") == appended
 
@@ -176,7 +176,7 @@ import atexit
 log = new_log()
 writer = Writer(log, Path(sys.argv[1]), flush_interval_ms=60_000)
 writer.start()
-atexit.register(writer.flush)
+atexit.register(writer.flush, 60)
 append_requests(log, 300)
 print(log.last_seq)
 """
@@ -191,14 +191,14 @@ print(log.last_seq)
 def test_a_forked_child_leaves_the_log_alone(tmp_path):
     with writing(tmp_path / "a.db") as (log, writer):
         append_requests(log, 10)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         child = os.fork()
         if child == 0:
             # Not the writer's process: neither call may touch the file.
             os._exit(int(writer.flush()) + int(writer.close()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         append_requests(log, 10)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
     assert len(stored(tmp_path / "a.db")) == log.last_seq
 
 
@@ -224,7 +224,7 @@ def test_a_full_disk_costs_nothing_once_there_is_room_again(tmp_path):
     with small_disk(tmp_path / "disk", 8_192) as disk, logged() as lines:
         with writing(disk / "a.db", flush_interval_ms=1) as (log, writer):
             append_requests(log, 100)
-            assert writer.flush()
+            assert writer.flush(timeout_s=60)
             fill(disk / "ballast")
             append_requests(log, 2_000)
             assert "the disk is full" in lines.wait_for("cannot write")
@@ -306,7 +306,7 @@ def test_a_removed_folder_is_put_back_with_everything(tmp_path):
     folder = tmp_path / "logs"
     with logged() as lines, writing(folder / "a.db", flush_interval_ms=1) as (log, writer):
         append_requests(log, 5_000)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
@@ -323,7 +323,7 @@ def test_a_removed_folder_is_put_back_with_everything(tmp_path):
 def test_a_folder_that_is_removed_at_the_very_end_is_put_back_too(tmp_path):
     with writing(tmp_path / "logs" / "a.db") as (log, writer):
         append_requests(log, 100)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         (tmp_path / "logs").rename(tmp_path / "elsewhere")
     assert len(stored(tmp_path / "logs" / "a.db")) == log.last_seq
 
@@ -331,7 +331,7 @@ def test_a_folder_that_is_removed_at_the_very_end_is_put_back_too(tmp_path):
 def test_a_file_that_took_the_log_s_name_is_not_overwritten(tmp_path):
     with logged() as lines, writing(tmp_path / "a.db", flush_interval_ms=1) as (log, writer):
         append_requests(log, 100)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         (tmp_path / "a.db").rename(tmp_path / "moved.db")
         (tmp_path / "a.db").write_text("somebody else's")
         append_requests(log, 100)
@@ -345,7 +345,7 @@ def test_a_file_that_took_the_log_s_name_is_not_overwritten(tmp_path):
 def test_a_removed_wal_loses_nothing(tmp_path):
     with writing(tmp_path / "a.db", flush_interval_ms=1) as (log, writer):
         append_requests(log, 100)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         sqlite.wal_path(tmp_path / "a.db").unlink()
         append_requests(log, 100)
         assert writer.flush(timeout_s=60)
@@ -376,7 +376,7 @@ def test_a_batch_that_got_through_in_spite_of_an_error_is_not_stored_twice(tmp_p
         writer.start()
         append_requests(log, 50)
         assert writer.flush(timeout_s=60)
-        assert writer.close()
+        assert writer.close(timeout_s=60)
     assert any("cannot write" in line for line in lines.lines)
     assert len(stored(tmp_path / "a.db")) == log.last_seq
 
@@ -415,7 +415,7 @@ def test_an_event_that_no_disk_would_take_is_replaced_by_a_gap(tmp_path):
         append_requests(log, 20)
         log.append_evidence(bad)
         append_requests(log, 20)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
     found = stored(tmp_path / "a.db")
     assert [event.seq for event in found] == list(range(1, log.last_seq + 1))
     (gap,) = [event for event in found if isinstance(event, ev.Gap)]
@@ -429,7 +429,7 @@ def test_a_broken_event_of_the_scheduler_is_followed_by_the_state(tmp_path):
     with writing(tmp_path / "a.db") as (log, writer):
         append_requests(log, 20)
         log._enqueue(ev.RequestQueued(log.last_seq + 1, 1, 1, ev.SCHEDULER, 0, request="\ud800", generation=1))
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
     assert writer.written_seq == log.last_seq
     gap, checkpoint = stored(tmp_path / "a.db")[-2:]
     assert isinstance(gap, ev.Gap)
@@ -489,7 +489,7 @@ def test_a_wal_that_a_long_reader_made_grow_is_cut_back(tmp_path):
     wal = sqlite.wal_path(path)
     with writing(path) as (log, writer):
         append_requests(log, 10)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         reader = sqlite3.connect(path, isolation_level=None)
         reader.execute("BEGIN")
         reader.execute("SELECT max(seq) FROM events").fetchone()
@@ -500,7 +500,7 @@ def test_a_wal_that_a_long_reader_made_grow_is_cut_back(tmp_path):
         # Two more commits: the one that moves it all into the file, and the one that starts it over.
         for _ in range(2):
             append_requests(log, 10)
-            assert writer.flush()
+            assert writer.flush(timeout_s=60)
         assert wal.stat().st_size <= sqlite.JOURNAL_LIMIT_BYTES
         reader.close()
 
@@ -509,7 +509,7 @@ def test_a_reader_that_takes_its_time_does_not_make_the_wal_grow(tmp_path):
     path = tmp_path / "a.db"
     with writing(path) as (log, writer):
         append_requests(log, 5_000)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         with open_log(path) as file:
             reading = file.events()
             next(reading)  # stays in the middle of the file while the writer goes on
@@ -530,7 +530,7 @@ def test_the_sign_of_a_live_log_goes_with_its_process(tmp_path):
 def test_a_forked_child_does_not_keep_up_the_sign(tmp_path):
     with writing(tmp_path / "a.db") as (log, writer):
         append_requests(log, 10)
-        assert writer.flush()
+        assert writer.flush(timeout_s=60)
         child_is_up, up = os.pipe()
         end, end_of_parent = os.pipe()
         child = os.fork()
