@@ -341,10 +341,8 @@ def demo() -> int:
         )
     for file in files:
         case = replay_files([file])
-        _print([f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case), "", "Type next:"])
-        job = next((job for _, finding in case.findings for job in finding.jobs), None)
-        narrowed = f" --job {job}" if job is not None else ""
-        _print([f"  kvledger replay {_shown(file)}{narrowed}", f"  kvledger browse {_shown(file)}", ""])
+        _print([f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case), ""])
+        _print(report.next_lines(case, _shown(file)))
     return OK
 
 

@@ -374,7 +374,7 @@ def radius_lines(radius: BlastRadius, names: Sequence[str]) -> Iterator[str]:
     if len(radius.keys) > 50:
         yield f"  and {len(radius.keys) - 50} more; --json has all"
     yield ""
-    yield f"Requests reached: {words.plural(len(radius.reached), 'request') if radius.reached else 'none in these logs'}"
+    yield f"Requests reached: {len(radius.reached) or 'none in these logs'}"
     for spread in radius.reached:
         how = f"loaded key {spread.key}" if spread.how == "loaded" else "shared blocks with a request that was reached"
         who = words.request(spread.request, spread.generation)
@@ -386,6 +386,21 @@ def radius_lines(radius: BlastRadius, names: Sequence[str]) -> Iterator[str]:
             yield from _wrap("  ", f"{key} by request {request} in {names[log]}", hanging=4)
     if not radius.complete:
         yield "The chain is longer than what was followed; there may be more."
+
+
+def next_lines(case: Case, name: str) -> Iterator[str]:
+    """Yield the verdict in short, and the commands to type next for the file that is called `name`."""
+    yield "The verdict:"
+    for _, finding in case.findings:
+        yield from _wrap("  ", f"{finding.kind} ({finding.certainty}): {finding.title}", hanging=4)
+    job, kind = next(((f.jobs[0], f.kind) for _, f in case.findings if f.jobs), (None, ""))
+    yield "Type next:"
+    if job is not None:
+        yield f"  kvledger replay {name} --job {job}"
+    if kind == "poison":
+        yield f"  kvledger blast-radius {name} --job {job}"
+    yield f"  kvledger browse {name}"
+    yield ""
 
 
 def state_lines(state: State, last: ev.Event | None) -> Iterator[str]:

@@ -225,6 +225,11 @@ class Trail:
 
     on_transfer_started = on_transfer_finished = on_stall_suspected = on_invariant_violated = _work
 
+    def on_poison_caught(self, event: ev.PoisonCaught) -> None:
+        chain = self.jobs.get(event.job)
+        if chain is not None:
+            chain.append(event)
+
     # --- the log itself ---------------------------------------------------------------------------------------------
 
     def on_log_opened(self, event: ev.LogOpened) -> None:

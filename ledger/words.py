@@ -245,6 +245,11 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
         f"rank {e.rank} caught block {e.block} of group {e.group} changing under job {e.job} of request {e.request}; "
         + (f"key {e.key} was removed" if e.removed else f"key {e.key} could NOT be removed ({e.raw})")
     ),
+    ev.PoisonCaught: lambda e: (
+        f"block {e.group}:{e.block} changed while job {e.job} put it: fingerprint {e.before} became {e.after}; key "
+        f"{e.key} "
+        f"{'was removed' if e.removed else f'could NOT be removed (raw {e.raw})'}"
+    ),
     ev.LogOpened: lambda e: f"log opened by engine {e.engine}, boot {e.boot}",
     ev.Checkpoint: lambda e: (
         f"checkpoint {e.digest[:12]}: {plural(e.open_jobs, 'open job')}, {plural(e.pinned_blocks, 'pinned block')}, "

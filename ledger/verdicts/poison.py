@@ -37,6 +37,9 @@ KEPT_RELEASES = 256
 
 KEPT_LOADERS = 500
 
+KEPT_CAUGHT = 500
+"""Blocks of a job that a worker has seen change, and that are kept."""
+
 
 class _Work(msgspec.Struct):
     """A job, load, send or recv that was open when a block was given away.
@@ -85,10 +88,13 @@ class _Hit(msgspec.Struct):
     keys: tuple[str, ...]
     finished: ev.TransferFinished | None = None
     failed_keys: frozenset[str] = frozenset()
+    caught: list[ev.PoisonCaught] = []
 
     @property
     def proven(self) -> bool:
         """Whether the events exclude that the block still held its old owner's KV."""
+        if self.caught:
+            return True
         written = self.grant.written
         return (
             written is not None
@@ -128,6 +134,7 @@ class Poison(Verdict):
         self._tainted: dict[str, _Hit] = {}
         self._loaders: dict[str, list[ev.TransferStarted]] = {}
         self._loader_count = 0
+        self._caught: dict[tuple[int, int], list[ev.PoisonCaught]] = {}
 
     # --- who owned what ---------------------------------------------------------------------------------------------
 
@@ -266,6 +273,12 @@ class Poison(Verdict):
                 if self._tainted.get(key) is hit and key not in hit.tainted_keys():
                     del self._tainted[key]
 
+    def on_poison_caught(self, event: ev.PoisonCaught) -> None:
+        """Keep what a worker has seen change under its put."""
+        known = self._caught.setdefault((event.job, event.rank), [])
+        if len(known) < KEPT_CAUGHT:
+            known.append(event)
+
     def _judge(self, started: ev.TransferStarted, grant: _Grant, work: _Work) -> None:
         order = list(expand(started.blocks))
         touched = [index for index, block in enumerate(order) if block[1] in grant.numbers]
@@ -297,10 +310,18 @@ class Poison(Verdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each job, load or recv."""
         works: dict[str, list[_Hit]] = {}
+        caught = {key: list(events) for key, events in self._caught.items()}
         for hit in self.hits:
+            seen = caught.get((hit.work.job, hit.started.rank), [])
+            hit.caught = [event for event in seen if event.key in hit.keys]
+            for event in hit.caught:
+                seen.remove(event)
             works.setdefault(hit.work.name, []).append(hit)
         for hits in works.values():
             yield self._finding(hits)
+        for (job, rank), events in caught.items():
+            if events:
+                yield self._changed(job, rank, events)
 
     def _finding(self, hits: list[_Hit]) -> Finding:
         proven = [hit for hit in hits if hit.proven and hit.open_after]
@@ -319,11 +340,16 @@ class Poison(Verdict):
         old = words.request(work.request, work.generation)
         which = words.blocks(_grouped(blocks))
         if reads:
-            stored = f": {words.plural(len(keys), 'key')} of {old} hold KV of another request" if keys else ""
+            stored = (
+                f": {words.plural(len(keys), 'key')} of {old} {'hold' if proven else 'may hold'} KV of another request"
+                if keys
+                else ""
+            )
             title = f"{work.name} of {old} read blocks {which} after they had been given to {new}{stored}"
         else:
             title = f"{work.name} of {old} wrote into blocks {which} after they had been given to {new}"
-        events = [work.began, first.grant.released, grant, first.started, first.finished, *loads[:4]]
+        caught = [event for hit in told for event in hit.caught]
+        events = [work.began, first.grant.released, grant, first.started, first.finished, *loads[:4], *caught[:4]]
         chain = {event.seq: event for event in events if event is not None}
         return Finding(
             kind="poison",
@@ -351,11 +377,59 @@ class Poison(Verdict):
                         "new_owner": [hit.grant.event.request, hit.grant.event.generation],
                         "loaded_by": list(dict.fromkeys(load.request for load in self._loaders.get(key, ()))),
                         "certainty": "proven" if hit.proven and hit.open_after else "suspected",
+                        "removed": any(event.key == key and event.removed for event in hit.caught),
                     }
                     for hit in hits
                     for key, block in zip(hit.keys, hit.blocks, strict=False)
                     if key in hit.tainted_keys()
                 ],
+            },
+        )
+
+    @staticmethod
+    def _changed(job: int, rank: int, events: list[ev.PoisonCaught]) -> Finding:
+        """Return the finding for blocks that changed under a put, when the log does not say who got them."""
+        first = events[0]
+        left = [event for event in events if not event.removed]
+        blocks = tuple(sorted({(event.group, event.block) for event in events}))
+        return Finding(
+            kind="poison",
+            certainty="proven",
+            title=(
+                f"blocks {words.blocks(_grouped(blocks))} changed while store job {job} of request {first.request} put "
+                "them: "
+                f"{words.plural(len(events), 'key')} held other KV than was meant, and "
+                f"{f'{len(left)} could not be removed' if left else 'were removed'}"
+            ),
+            since_seq=first.seq,
+            requests=(first.request,) if first.request else (),
+            jobs=(job,),
+            blocks=blocks,
+            ranks=(rank,),
+            code="CRC_MISMATCH",
+            culprit="whoever wrote into these blocks under the job; the log does not say who got them",
+            advice=(
+                "Remove the keys that are left from the store, or change cache_prefix."
+                if left
+                else "The keys are gone, so nothing wrong can be loaded; see why the job's blocks were not held."
+            ),
+            lead_seq=first.seq,
+            chain=tuple(events[:8]),
+            facts={
+                "tainted": [
+                    {
+                        "key": event.key,
+                        "block": [event.group, event.block],
+                        "rank": rank,
+                        "job": job,
+                        "old_owner": [event.request, 0],
+                        "new_owner": None,
+                        "loaded_by": [],
+                        "certainty": "proven",
+                        "removed": event.removed,
+                    }
+                    for event in events
+                ]
             },
         )
 

@@ -311,6 +311,44 @@ def test_a_block_that_goes_to_another_life_of_the_same_request_is_suspected():
     assert "lives of one request" in finding.doubt
 
 
+def caught(log: Script, key: str, block: int, *, removed: bool = True) -> None:
+    with log.rank(0):
+        log.poison_caught(
+            rank=0, key=key, group=0, block=block, before="aa", after="bb", removed=removed, request="R", job=0
+        )
+
+
+def test_a_block_that_a_worker_saw_change_is_proven_poison():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    call = log.put_begins(0, keys="abcdefgh")
+    log.gives("R2", (5, 6))
+    log.ends(call)
+    caught(log, "a", 5)
+    log.reports(0, 0, "failed", code="CRC_MISMATCH")
+    log.finishes("R")
+    finding = only(replay(log.closes().events))
+    assert (finding.kind, finding.certainty) == ("poison", "proven")
+    assert [(entry["key"], entry["certainty"], entry["removed"]) for entry in finding.facts["tainted"]] == [
+        ("a", "proven", True),
+        ("b", "suspected", False),
+    ]
+
+
+def test_a_block_that_changed_without_a_known_owner_is_told_too():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.puts(0, keys="abcdefgh")
+    caught(log, "c", 7, removed=False)
+    log.reports(0, 0, "failed", code="CRC_MISMATCH")
+    log.finishes("R")
+    finding = only(replay(log.closes().events))
+    assert (finding.kind, finding.certainty, finding.blocks) == ("poison", "proven", ((0, 7),))
+    assert "1 could not be removed" in finding.title
+
+
 def test_blocks_of_a_pinned_job_that_its_request_gives_up_are_no_finding():
     log = Script()
     log.runs("R")
