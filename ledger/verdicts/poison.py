@@ -92,9 +92,12 @@ class _Hit(msgspec.Struct):
 
     @property
     def proven(self) -> bool:
-        """Whether the events exclude that the block still held its old owner's KV."""
-        if self.caught:
-            return True
+        """Whether the events exclude that the blocks still held their old owner's KV, or some were seen to change."""
+        return bool(self.caught) or self.overwritten
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the new owner's first forward pass lay before the call."""
         written = self.grant.written
         return (
             written is not None
@@ -108,6 +111,10 @@ class _Hit(msgspec.Struct):
         """Whether the call was open after the block was given away, as far as its end is known."""
         finished = self.finished
         return finished is None or finished.step > self.grant.event.step or finished.ts_ns > self.grant.event.ts_ns
+
+    def is_proven(self, key: str) -> bool:
+        """Return whether a key's block is known to have changed."""
+        return self.overwritten or any(event.key == key for event in self.caught)
 
     def tainted_keys(self) -> list[str]:
         """Return the keys under which a put stored the blocks of another owner."""
@@ -324,7 +331,7 @@ class Poison(Verdict):
                 yield self._changed(job, rank, events)
 
     def _finding(self, hits: list[_Hit]) -> Finding:
-        proven = [hit for hit in hits if hit.proven and hit.open_after]
+        proven = [hit for hit in hits if hit.proven]
         told = proven or hits
         first, work = told[0], told[0].work
         blocks = tuple(sorted({block for hit in told for block in hit.blocks}))
@@ -376,7 +383,7 @@ class Poison(Verdict):
                         "old_owner": [work.request, work.generation],
                         "new_owner": [hit.grant.event.request, hit.grant.event.generation],
                         "loaded_by": list(dict.fromkeys(load.request for load in self._loaders.get(key, ()))),
-                        "certainty": "proven" if hit.proven and hit.open_after else "suspected",
+                        "certainty": "proven" if hit.is_proven(key) else "suspected",
                         "removed": any(event.key == key and event.removed for event in hit.caught),
                     }
                     for hit in hits
