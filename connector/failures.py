@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from vllm.config import VllmConfig
@@ -74,6 +74,14 @@ def failure_line(error: KVTransferError, engine: str = "", **more: Any) -> str:
     return msgspec.json.encode(line).decode()
 
 
+class Counted(Protocol):
+    """Statistics that take failures, whichever connector's they are."""
+
+    def add(self, failures: list[dict[str, int | str]], retries: int) -> None:
+        """Add failures (`code`, `stage`, `blocks`) and a number of retries."""
+        ...
+
+
 class FailureLog:
     """Where a worker's failures go: the JSON line, and the counters of the next statistics. Any thread may report.
 
@@ -101,7 +109,7 @@ class FailureLog:
             with self._lock:
                 self._retries += passes
 
-    def move_to(self, stats: "LedgerStoreStats") -> None:
+    def move_to(self, stats: "Counted") -> None:
         """Give what was counted since the last call to `stats`."""
         with self._lock:
             failures, self._failures = self._failures, []

@@ -121,9 +121,7 @@ class LoadPlanner(KVCacheStoreRecvingThread):
         try:
             self._handle_request(req_meta)
         except _Asked as asked:
-            return [
-                self._named(*asked_for) for asked_for in zip(asked.keys, asked.addresses, asked.sizes, strict=True)
-            ]
+            return [self._named(*asked_for) for asked_for in zip(asked.keys, asked.addresses, asked.sizes, strict=True)]
         except ZeroDivisionError:
             # Upstream spreads the keys over the ranks and does not expect that there are none.
             if not self._seen:
