@@ -10,6 +10,7 @@ halves, promotes them, and passes each hook of vLLM to the half that it belongs 
     update_connector_output         engine  the workers' results are here  LedgerMooncakeScheduler
     has_pending_push_work           engine  may the engine stop stepping?  LedgerMooncakeScheduler
     build_connector_worker_meta     worker  the end of every step          LedgerMooncakeWorker
+    build_prom_metrics, ..._stats   both    statistics are put together    LedgerMooncakeStats, ...PromMetrics
     shutdown                        both    the process ends               LedgerMooncakeWorker; the books are closed
 """
 
@@ -20,16 +21,19 @@ compat.require(compat.PD)
 
 import contextlib
 from collections.abc import Generator
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.adopt import adopt
 from connector.books import Books, open_books
 from connector.pd_scheduler import LedgerMooncakeScheduler
+from connector.pd_stats import LedgerMooncakePromMetrics, LedgerMooncakeStats
 from connector.pd_worker import LedgerMooncakeWorker
 from ledger import settings as ledger_settings
 
@@ -63,6 +67,22 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
             worker.open(vllm_config, NAME, settings)
             self.connector_worker = worker
             self.build_connector_worker_meta = worker.build_connector_worker_meta
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LedgerMooncakeStats:
+        """Return statistics of this connector, from what a worker sent, or empty ones."""
+        return LedgerMooncakeStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LedgerMooncakePromMetrics:
+        """Return our metrics, with upstream's where it has some."""
+        return LedgerMooncakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End the transfers and close the log. May be called more than once."""

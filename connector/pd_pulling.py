@@ -51,6 +51,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from connector import pd_failures as failures
 from connector.books import hashed
+from connector.failures import FailureLog
 from connector.pd_desk import Desk, Evidence
 from connector.pd_reports import (
     NO_FAILURE,
@@ -64,7 +65,9 @@ from connector.pd_reports import (
 )
 from connector.requests import without_null
 from ledger import events as ev
-from ledger.codes import Stage
+from ledger.blocks import Blocks
+from ledger.codes import KVCacheErrorCode, Stage
+from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger")
 
@@ -165,6 +168,7 @@ class PullingWorker(MooncakeConnectorWorker):
 
     desk: Desk
     evidence: Evidence
+    failures: FailureLog
     rank: int
     private: bool
     group_ids: tuple[int, ...]
@@ -285,7 +289,7 @@ class PullingWorker(MooncakeConnectorWorker):
             transfer=pull.transfer,
             op="pull",
             request=self._name(pull),
-            blocks=without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else (),
+            blocks=self._pull_blocks(pull),
         )
 
     def receive_kv_from_single_worker(
@@ -422,16 +426,30 @@ class PullingWorker(MooncakeConnectorWorker):
             (self.desk.finish_failed if pull.failed else self.desk.finish)(pull.request)
 
     def _fail(self, pull: Pull, peer: str, failure: Failure) -> None:
-        """Fail a pull, once: count it, say it, and let vLLM know which blocks may not be trusted."""
+        """Fail a pull, once: count it, say it in a line, and let vLLM know which blocks may not be trusted."""
         if pull.failed:
             return
         pull.failed = True
         self.xfer_stats.record_failed_recv()
-        who = f" from {peer}" if peer else ""
-        logger.error("kvledger: transfer %s of request %s failed%s: %s", pull.transfer, self._name(pull), who, failure)
+        self.failures.report(
+            KVTransferError(
+                code=KVCacheErrorCode(failure.code),
+                stage=Stage(failure.stage),
+                raw=failure.raw,
+                exception=failure.exception,
+                request=self._name(pull),
+                transfer=pull.transfer,
+                rank=self.rank,
+                blocks=self._pull_blocks(pull),
+            ),
+            peer=peer,
+        )
         if pull.waited_for and not self._is_hma_required:
             # With several groups block numbers are ambiguous; there the request is named when the pull is over.
             self.desk.invalidate(frozenset(block for group in pull.blocks for block in group))
+
+    def _pull_blocks(self, pull: Pull) -> Blocks:
+        return without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
 
     def _name(self, pull: Pull) -> str:
         return hashed(pull.request) if self.private else pull.request

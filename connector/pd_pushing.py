@@ -33,11 +33,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 
 from connector import pd_failures as failures
 from connector.books import hashed
+from connector.failures import FailureLog
 from connector.pd_desk import Desk, Evidence
 from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport
 from connector.requests import without_null
 from ledger import events as ev
+from ledger.blocks import Blocks
 from ledger.codes import KVCacheErrorCode, Stage
+from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger")
 
@@ -67,6 +70,7 @@ class PushingWorker(MooncakeConnectorWorker):
 
     desk: Desk
     evidence: Evidence
+    failures: FailureLog
     rank: int
     private: bool
     group_ids: tuple[int, ...]
@@ -149,11 +153,11 @@ class PushingWorker(MooncakeConnectorWorker):
         except Exception as error:
             for _, send_meta in ready_reqs:
                 send_meta.sending -= 1  # upstream counted it up, and a count that stays up never expires
-            self._failed(list(sends.values()), failures.of_exception(error, Stage.SEND))
+            self._failed(list(sends.values()), failures.of_exception(error, Stage.SEND), peer)
             raise
         for request_id in err_reqs:
             if request_id in sends:
-                self._failed([sends.pop(request_id)], failures.of_line(err_msg, private=self.private))
+                self._failed([sends.pop(request_id)], failures.of_line(err_msg, private=self.private), peer)
         batch = _Batch(src_ptrs)
         batch.sends = list(sends.values())
         batch.peer = peer
@@ -165,8 +169,7 @@ class PushingWorker(MooncakeConnectorWorker):
         # One call moves the blocks of several sends; how many bytes are whose, it does not say.
         total_bytes = sum(lengths) if len(sends) == 1 else 0
         for push, send_meta in sends:
-            blocks = without_null(zip(self.group_ids, send_meta.local_block_ids, strict=True))
-            self._emit(ev.TransferStarted, push, peer, blocks=blocks, bytes=total_bytes)
+            self._emit(ev.TransferStarted, push, peer, blocks=self._push_blocks(send_meta), bytes=total_bytes)
         started_ns = time.monotonic_ns()
         outcome, failure = "ok", NO_FAILURE
         try:
@@ -191,16 +194,34 @@ class PushingWorker(MooncakeConnectorWorker):
                 exception=failure.exception,
             )
         if failure.code:
-            self._failed(sends, failure)
+            self._failed(sends, failure, peer)
         return result
 
     def _emit(self, kind: type[ev.TransferStarted | ev.TransferFinished], push: Push, peer: str, **fields: Any) -> None:
         name = hashed(push.request) if self.private else push.request
         self.evidence.emit(kind, transfer=push.transfer, op="push", request=name, peer=peer, **fields)
 
-    def _failed(self, sends: list[tuple[Push, SendBlockMeta]], failure: Failure) -> None:
-        for push, _ in sends:
+    def _failed(self, sends: list[tuple[Push, SendBlockMeta]], failure: Failure, peer: str) -> None:
+        """Note a failed push, and say it in a line. The blocks stay held."""
+        for push, send_meta in sends:
             push.failure = failure
+            self.failures.report(
+                KVTransferError(
+                    code=KVCacheErrorCode(failure.code),
+                    stage=Stage(failure.stage),
+                    raw=failure.raw,
+                    exception=failure.exception,
+                    request=hashed(push.request) if self.private else push.request,
+                    transfer=push.transfer,
+                    rank=self.rank,
+                    blocks=self._push_blocks(send_meta),
+                ),
+                peer=peer,
+            )
+
+    def _push_blocks(self, send_meta: SendBlockMeta) -> Blocks:
+        groups = send_meta.local_block_ids
+        return without_null(zip(self.group_ids, groups, strict=True)) if groups else ()
 
     async def fetch_finished_sending_reqs(self) -> set[str]:
         """Return what upstream counts as over on this rank, and report how each send ended."""

@@ -6,6 +6,7 @@
     get_finished, get_transfer_results  every step       what pulls and sends have come to, from the desk
     get_block_ids_with_load_errors      every step       the blocks that may not be trusted, from the desk
     build_connector_worker_meta         every step       the reports of this rank
+    get_kv_connector_stats              every step       failures by code and stage
     shutdown                            the worker ends  ends the pulls and the listener, sends what evidence is left
 
 The decode side is in `pd_pulling`, the prefill side in `pd_pushing`. Neither keeps books: a rank knows what it is
@@ -16,21 +17,26 @@ import asyncio
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeConnectorMetadata,
     MooncakeConnectorWorker,
 )
 
 from connector.evidence import EvidenceSender, evidence_address
+from connector.failures import FailureLog, open_failure_log
 from connector.pd_desk import Desk, Evidence
 from connector.pd_pulling import PullingWorker
 from connector.pd_pushing import PushingWorker
 from connector.pd_reports import PDWorkerMetadata, attached_step
+from connector.pd_stats import LedgerMooncakeStats
 from ledger.settings import Settings
 
 
 class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker):
     """Upstream's worker half, which settles everything and reports with ranks. Made by `adopt`, then given `open`."""
+
+    xfer_stats: LedgerMooncakeStats  # type: ignore[assignment]
 
     def open(self, vllm_config: VllmConfig, connector: str, settings: Settings) -> None:
         """Begin to report and record. Called before the KV caches are registered."""
@@ -43,6 +49,10 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
             address = evidence_address(vllm_config, connector, settings)
             sender = EvidenceSender(address, f"rank {self.rank}", settings.evidence_queue_events)
         self.evidence = Evidence(self.rank, sender)
+        transfer = vllm_config.kv_transfer_config
+        open_failure_log(settings.failure_log)
+        self.failures = FailureLog(str(transfer.engine_id) if transfer is not None else "")
+        self.xfer_stats = LedgerMooncakeStats()
         self._told_recved: set[str] = set()
         self._told_sent: set[str] = set()
         self._ended = False
@@ -86,6 +96,11 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         if not reports and not recved and not sent:
             return None
         return PDWorkerMetadata(reports, recved, sent)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return the statistics since the last call, None if there are none."""
+        self.failures.move_to(self.xfer_stats)
+        return super().get_kv_connector_stats()
 
     def shutdown(self) -> None:
         """End what is open, with upstream's threads. A second call does nothing."""

@@ -1,13 +1,16 @@
 """Every way in which a transfer can fail on the decode side: the real worker, and peers that misbehave on purpose."""
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from connector import pd_pulling
+from connector.failures import FailureLog
 from connector.pd_reports import LateReport, LostReport, PeerReport, PeersReport
+from connector.pd_stats import FAILURES
 from tests.engine.machine import free_port
 from tests.unit.pd_world import Bootstrap, Decode, Peer, Status, pulls
 
@@ -530,3 +533,24 @@ def test_the_worker_ends_while_peers_are_asked(decode: Decode, bootstrap: Bootst
     peer.take()
     decode.close()
     assert decode.of(PeerReport) == []
+
+
+def test_a_failure_is_one_line_of_json_and_one_count_by_code_and_stage(
+    decode: Decode, two_peers: tuple[Bootstrap, Peer, Peer]
+) -> None:
+    lines: list[str] = []
+    decode.worker.failures = FailureLog("decode-engine", lines.append)
+    bootstrap, first, second = two_peers
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    for peer in (first, second):
+        peer.take()
+        peer.answer(Status.FINISH, err=["r"], line="Mooncake transfer engine returned -1")
+    fails(decode)
+    (line,) = [json.loads(line) for line in lines]
+    assert (line["code"], line["stage"], line["transfer"]) == ("TRANSFER_FAILED", "SEND", "t-r")
+    assert (line["request"], line["failed_blocks"], line["engine"]) == ("r", 3, "decode-engine")
+    assert line["peer"] in ("tp0 pp0", "tp0 pp1")
+    stats = decode.connector.get_kv_connector_stats()
+    assert stats.data[FAILURES] == [{"code": "TRANSFER_FAILED", "stage": "SEND", "blocks": 3}]
+    assert stats.reduce()["Num failed TRANSFER_FAILED"] == 1
+    assert decode.connector.get_kv_connector_stats() is None
