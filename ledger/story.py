@@ -149,7 +149,7 @@ class StoryTeller:
 
     def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
         chain = self.trail.jobs[event.job]
-        if chain:
+        if chain and isinstance(chain[0], ev.JobRegistered):
             self.story.job_held.add(max(event.mono_ns - chain[0].mono_ns, 0))
 
     def on_rank_loaded(self, event: ev.RankLoaded) -> None:

@@ -34,6 +34,7 @@ class Trail:
 
     Attributes:
         jobs: by job id, from `job_registered` until the blocks are freed.
+        jobs_of: the ids of a request's open jobs, oldest first.
         loads: by load id, from `load_planned` until `load_settled`.
         sends, recvs: P/D transfers by request id, from their registration until they are over.
         requests: by request id, from the first event that names it until it ends.
@@ -47,6 +48,7 @@ class Trail:
     def __init__(self, state: State) -> None:
         self.state = state
         self.jobs: dict[int, Chain] = {}
+        self.jobs_of: dict[str, list[int]] = {}
         self.loads: dict[int, Chain] = {}
         self.sends: dict[str, Chain] = {}
         self.recvs: dict[str, Chain] = {}
@@ -58,6 +60,7 @@ class Trail:
         self.gaps: list[ev.Gap] = []
         self._restored_seq = 0
         self._ended_jobs: dict[int, str] = {}
+        self._owners: dict[int, str] = {}
 
     @property
     def expected_ranks(self) -> int:
@@ -88,6 +91,10 @@ class Trail:
         self._restored_seq = seq
         book = self.state.book
         self.jobs = {number: self.jobs.get(number, []) for number in book.jobs}
+        self.jobs_of = {}
+        self._owners = {number: job.request for number, job in book.jobs.items()}
+        for number, job in book.jobs.items():
+            self.jobs_of.setdefault(job.request, []).append(number)
         self.loads = {number: self.loads.get(number, []) for number in book.loads}
         self.sends = {name: self.sends.get(name, []) for name in book.sends}
         self.recvs = {name: self.recvs.get(name, []) for name in book.recvs}
@@ -144,6 +151,8 @@ class Trail:
 
     def on_job_registered(self, event: ev.JobRegistered) -> None:
         self.jobs[event.job] = [event]
+        self.jobs_of.setdefault(event.request, []).append(event.job)
+        self._owners[event.job] = event.request
 
     def on_pin_touched(self, event: ev.PinTouched) -> None:
         self.jobs[event.job].append(event)
@@ -162,12 +171,16 @@ class Trail:
         self._job_ended(event.job)
 
     def _job_ended(self, job: int) -> None:
-        chain = self.jobs.pop(job)
-        if chain:
-            ended = self._ended_jobs
-            ended[job] = chain[0].request  # type: ignore[attr-defined] - a job's chain begins with job_registered
-            if len(ended) > KEPT_ENDED_JOBS:
-                del ended[next(iter(ended))]
+        del self.jobs[job]
+        request = self._owners.pop(job)
+        jobs = self.jobs_of[request]
+        jobs.remove(job)
+        if not jobs:
+            del self.jobs_of[request]
+        ended = self._ended_jobs
+        ended[job] = request
+        if len(ended) > KEPT_ENDED_JOBS:
+            del ended[next(iter(ended))]
 
     # --- loads ------------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,12 @@ class Owed(msgspec.Struct, frozen=True):
 
 def owed_by_an_older_job(trail: Trail, event: ev.RankCompleted) -> Owed | None:
     """Return the oldest open job of the request that waits for this rank although the rank's call for it has ended."""
-    for number, job in trail.state.book.jobs.items():
+    jobs = trail.state.book.jobs
+    for number in trail.jobs_of.get(_request_of(trail, event), ()):
         if number >= event.job:
             break
-        if event.rank not in job.waiting or job.request != _request_of(trail, event):
+        job = jobs[number]
+        if event.rank not in job.waiting:
             continue
         chain = trail.jobs[number]
         calls = [each for each in chain if isinstance(each, ev.TransferStarted) and each.rank == event.rank]
