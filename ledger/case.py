@@ -247,9 +247,16 @@ def in_time(logs: Sequence[LogResult], findings: list[tuple[int, Finding]]) -> l
     return [each for _, _, _, each in sorted(placed, key=lambda place: place[:3])]
 
 
-def _again(path: Path, moment: Moment | None) -> Iterator[ev.AnyEvent]:
+def _again(path: Path, moment: Moment | None, progress: Progress | None = None) -> Iterator[ev.AnyEvent]:
     with open_log(path) as log:
-        yield from read(log, moment)
+        if progress is None:
+            yield from read(log, moment)
+            return
+        total = log.last_seq
+        for event in read(log, moment):
+            yield event
+            if event.seq % 10_000 == 0:
+                progress(path, event.seq, total)
 
 
 def read(log: LogFile, moment: Moment | None) -> Iterator[ev.AnyEvent]:
@@ -344,13 +351,13 @@ def ask_diff(path: Path, earlier: Moment, later: Moment) -> tuple[Diff, int, int
         return diff(before, after, log.events(after_seq=places[0], until_seq=places[1])), *places
 
 
-def ask_blast_radius(paths: Sequence[Path], job: int) -> BlastRadius | None:
+def ask_blast_radius(paths: Sequence[Path], job: int, progress: Progress | None = None) -> BlastRadius | None:
     """Return how far the wrong KV of a job has come through the logs; None if none has that job.
 
     Raises:
         LedgerFileError: a file cannot be read.
     """
-    return blast_radius([partial(_again, path, None) for path in paths], job)
+    return blast_radius([partial(_again, path, None, progress) for path in paths], job)
 
 
 def minimize_file(

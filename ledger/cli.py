@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -179,7 +180,8 @@ def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
     from ledger import report
     from ledger.case import ask_blast_radius
 
-    radius = ask_blast_radius(files, job)
+    with _progress() as progress:
+        radius = ask_blast_radius(files, job, progress)
     if radius is None:
         raise click.UsageError(f"none of the files has a store job {job}")
     names = [str(file) for file in files]
@@ -199,7 +201,9 @@ def minimize(file: Path, kind: str, output: Path) -> int:
     from ledger import words
     from ledger.case import minimize_file
 
-    smaller = minimize_file(file, kind, output)
+    with _progress() as progress:
+        tell = None if progress is None else partial(_tell_trials, progress, file)
+        smaller = minimize_file(file, kind, output, tell)
     if smaller is None:
         raise click.UsageError(f"{file} has no finding of the kind '{kind}'")
     _print(
@@ -222,7 +226,8 @@ def seal(source: Path, target: Path) -> int:
     from ledger import words
     from ledger.seal import seal as make
 
-    made = make(source, target)
+    with _progress() as progress:
+        made = make(source, target, None if progress is None else lambda done: progress(source, done, 0))
     _print(
         [
             f"{made.target}: {words.plural(made.events, 'event')}, {words.size(made.size_bytes)}; it was {made.end}",
@@ -431,6 +436,11 @@ def _print_json(data: Any) -> None:
     _write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
 
 
+def _tell_trials(progress: Progress, path: Path, trials: int, left: int) -> None:
+    """Tell how far a search is of which nobody knows the length: by its trials."""
+    progress(path, trials, 0)
+
+
 def _shown(path: Path) -> str:
     """Return a path as short as it can be typed from here."""
     with contextlib.suppress(ValueError):
@@ -452,7 +462,7 @@ def _progress() -> Generator[Progress | None]:
 
         def tell(path: Path, done: int, total: int) -> None:
             if path not in tasks:
-                tasks[path] = bar.add_task(path.name, total=total)
+                tasks[path] = bar.add_task(path.name, total=total or None)
             bar.update(tasks[path], completed=done)
 
         yield tell

@@ -193,6 +193,24 @@ def cli_page() -> str:
     return generated("Command line", "ledger/cli.py", *sections(ledger.cli.cli, []))
 
 
+def findings_page() -> str:
+    """docs/findings.md: what `kvledger replay` finds, from the docstrings of the verdicts."""
+    general = ast.get_docstring(ast.parse((ROOT / "ledger/verdicts/__init__.py").read_text())) or ""
+    owed = general.partition("What every verdict owes its reader:")[2].partition("This file knows")[0]
+    parts = ["What each kind of finding means, and when it is proven. Every verdict keeps to this:", owed]
+    for path in sorted((ROOT / "ledger/verdicts").glob("[!_]*.py")):
+        heading, _, prose = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+        kinds, _, what = heading.partition(": ") if heading.startswith("`") else (f"`{path.stem}`", "", heading)
+        parts += [f"## {kinds}", f"{what[:1].upper()}{what[1:]}", _tables_kept(prose)]
+    return generated("Findings", "the verdicts in ledger/verdicts/", *parts)
+
+
+def _tables_kept(prose: str) -> str:
+    """Prose in which lines that are indented stay as they are: they are small tables of words and meanings."""
+    paragraphs = prose.split("\n\n")
+    return "\n\n".join(f"```\n{each}\n```" if each.startswith("    ") else each for each in paragraphs)
+
+
 def readme() -> str:
     """README.md with what `kvledger demo` prints in its place; the rest of the file is written by hand."""
     text = (ROOT / "README.md").read_text()
@@ -225,6 +243,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_page,
     "docs/codes.md": codes_page,
     "docs/cli.md": cli_page,
+    "docs/findings.md": findings_page,
     "README.md": readme,
 }
 

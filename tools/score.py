@@ -47,7 +47,7 @@ class Truth(msgspec.Struct):
         jobs, loads: what was open at the end for long enough; the loads by request.
         open_jobs, open_loads: all that was open at the end.
         poisoned: keys that were stored with the KV of another prefix.
-        stored: all keys that were stored.
+        gave_away: whether blocks were given up while somebody might use them.
     """
 
     ended: str
@@ -59,6 +59,7 @@ class Truth(msgspec.Struct):
     broken_reports: int
     late_answers: int
     failed_loads: int
+    gave_away: bool
     faults: list[str]
 
 
@@ -98,11 +99,14 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
     checks = run.world.checks
     poisoned: dict[str, None] = {}
     wrong_content: list[str] = []
+    wrong_owner: list[str] = []
     note_stored, note_failed = checks.stored, checks.fail
 
     def fail(kind: str, detail: str) -> None:
         if kind == "poison":
             wrong_content.append(detail)
+        elif kind == "ownership":
+            wrong_owner.append(detail)
         note_failed(kind, detail)
 
     def stored(rank: int, item: Any, key: str, *rest: Any) -> None:
@@ -128,8 +132,10 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
         open_jobs=open_jobs,
         open_loads=open_loads,
         poisoned=list(poisoned),
-        broken_reports=checks.seen.get("broken reports", 0) + sum(isinstance(e, ev.InvariantViolated) for e in events),
-        late_answers=checks.seen.get("loads answered twice", 0),
+        # A mistake that swallows a broken report leaves nothing in the log to find: what counts is what was recorded.
+        broken_reports=sum(isinstance(event, ev.InvariantViolated) for event in events),
+        late_answers=sum(isinstance(event, ev.ReportIgnored) for event in events),
+        gave_away=canary_name == "first-failure" or bool(wrong_owner),
         failed_loads=sum(isinstance(event, ev.LoadSettled) and event.outcome == "failed" for event in events),
         faults=sorted({type(each).__name__.lower() for each in plan.decisions} - {"arrive", "abort", "reset"}),
     )
@@ -202,7 +208,7 @@ def _explained(finding: Any, truth: Truth) -> bool:
         case "torn_log":
             return truth.ended in ("died", "violation", "broken")
         case _:
-            return finding.kind == "early_free" and bool(truth.poisoned)
+            return finding.kind in ("early_free", "broken_rule") and truth.gave_away
 
 
 def _score_one(work: tuple[int, int, str]) -> Score:

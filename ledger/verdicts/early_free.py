@@ -1,7 +1,8 @@
 """`early_free`: blocks were given back although somebody may still read or write them.
 
     a rule      a job or load was settled or freed while ranks had not answered
-    a load      blocks of a load or recv were given to somebody while ranks may still write into them
+    a grant     blocks of a load or recv were given to somebody while ranks may still write into them
+    a start     a request ran on blocks into which ranks of its own load may still write
 
 What comes of it, if the blocks are given away meanwhile, is `poison`.
 """
@@ -24,7 +25,7 @@ KEPT_RELEASES = 200
 
 
 class _Released(msgspec.Struct, frozen=True):
-    event: ev.BlocksAllocated
+    event: ev.BlocksAllocated | ev.RequestScheduled | ev.RequestResumed
     what: str
     request: str
     began: int
@@ -69,6 +70,41 @@ class EarlyFree(RuleVerdict):
                 self.trail.recvs[request],
             )
 
+    def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
+        """A request runs; a load or recv of its own, given to the workers in an earlier step, must be over."""
+        book = self.state.book
+        if not (book.loading or book.recvs):
+            return
+        number = book.loading.get(event.request, -1)
+        load, recv = book.loads.get(number), book.recvs.get(event.request)
+        if load is not None and load.waiting:
+            self._went_on(event, f"load {number}", load, load.waiting, self.trail.loads[number])
+        if recv is not None and recv.blocks and recv.missing_ranks():
+            self._went_on(
+                event, f"transfer {recv.transfer}", recv, recv.missing_ranks(), self.trail.recvs[event.request]
+            )
+
+    on_request_scheduled = on_request_resumed = _runs
+
+    def _went_on(
+        self,
+        event: ev.RequestScheduled | ev.RequestResumed,
+        what: str,
+        opened: Load | Recv,
+        waiting: tuple[int, ...],
+        chain: list[ev.Event],
+    ) -> None:
+        began = next((each for each in chain if isinstance(each, ev.LoadRegistered | ev.RecvRegistered)), None)
+        # A load that is not asynchronous is done within the step in which its request runs.
+        if began is None or began.step >= event.step or event.generation != opened.generation:
+            return
+        if what not in self._told and len(self._released) < KEPT_RELEASES:
+            self._told.add(what)
+            blocks = tuple(sorted(expand(opened.blocks)))
+            self._released.append(
+                _Released(event, what, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]))
+            )
+
     def _hit(
         self,
         event: ev.BlocksAllocated,
@@ -95,21 +131,24 @@ class EarlyFree(RuleVerdict):
         for each in self._released:
             if each.request in told:
                 continue  # the rule was broken by settling it, and this is what came of it
-            verb = f"given to request {each.event.request}"
+            blocks, ranks = words.plural(len(each.blocks), "block"), words.ranks(each.waiting)
+            if isinstance(each.event, ev.BlocksAllocated):
+                how = f"were given to request {each.event.request} while {ranks} may still write into them"
+                title = f"{blocks} of {each.what} of request {each.request} {how}"
+                culprit = f"the scheduler freed the blocks of {each.what} before every rank had settled"
+            else:
+                title = f"request {each.request} went on while {ranks} may still write into its {blocks} ({each.what})"
+                culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
             shown = [*each.chain, each.event]
             yield Finding(
                 kind="early_free",
                 certainty="proven",
-                title=(
-                    f"{words.plural(len(each.blocks), 'block')} of {each.what} of request {each.request} were {verb} "
-                    "while "
-                    f"{words.ranks(each.waiting)} may still write into them"
-                ),
+                title=title,
                 since_seq=each.event.seq,
                 requests=tuple(dict.fromkeys([each.request, each.event.request])),
                 blocks=each.blocks,
                 ranks=each.waiting,
-                culprit=f"the scheduler freed the blocks of {each.what} before every rank had settled",
+                culprit=culprit,
                 advice=self.advice,
                 lead_seq=each.event.seq,
                 chain=tuple(shown),

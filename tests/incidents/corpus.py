@@ -810,6 +810,34 @@ def gap_twin() -> dict[str, Script]:
     return _gap(hides=False)
 
 
+def _goes_on(*, early: bool) -> dict[str, Script]:
+    log = Script(ranks=2)
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    log.gets(0, 0, keys=keys("r"))
+    call = log.get_begins(0, 1, keys=keys("r"))
+    log.answers(0, 0)
+    if early:
+        log.steps()
+        log.request_scheduled(request="R", generation=1)
+    log.passes(0.2, steps=10)
+    log.ends(call)
+    log.answers(0, 1)
+    if not early:
+        log.steps()
+        log.request_scheduled(request="R", generation=1)
+    log.finishes("R")
+    return {"engine": log.closes()}
+
+
+def goes_on() -> dict[str, Script]:
+    return _goes_on(early=True)
+
+
+def goes_on_twin() -> dict[str, Script]:
+    return _goes_on(early=False)
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 INCIDENTS: tuple[Incident, ...] = (
@@ -1136,6 +1164,22 @@ INCIDENTS: tuple[Incident, ...] = (
         gap,
         gap_twin,
         (Expected(kind="leak", certainty="undecidable", jobs=(0,), ranks=(1,), requests=("R",)),),
+    ),
+    Incident(
+        "K9",
+        "a request runs while a rank still writes its load",
+        "",
+        goes_on,
+        goes_on_twin,
+        (
+            Expected(
+                kind="early_free",
+                ranks=(1,),
+                requests=("R",),
+                blocks=blocks(5, 12),
+                says=("went on while rank 1", "load 0"),
+            ),
+        ),
     ),
 )
 """Every row, by number."""

@@ -376,6 +376,17 @@ def test_a_get_that_goes_on_into_blocks_of_a_new_owner_is_poison_of_that_one():
     assert result.findings[1].requests == ("R", "R2")
 
 
+def test_a_load_that_is_done_within_its_step_is_not_early():
+    log = Script()
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    log.request_scheduled(request="R", generation=1, scheduled_tokens=16)
+    log.gets(0, keys="abcdefgh")
+    log.answers(0)
+    log.finishes("R")
+    assert replay(log.closes().events).findings == []
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
