@@ -263,7 +263,7 @@ CAUSES = (
     "stale_completion",
     "unreported_failure",
 )
-"""Kinds that lead to a leak or a stall of the same job or request: its work had begun before, and went wrong by this."""
+"""Kinds that lead to a leak or a stall of the same job or request: its work had begun, and went wrong by this."""
 
 
 def earliest_cause_first(findings: list[Finding]) -> list[Finding]:
