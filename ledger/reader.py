@@ -203,7 +203,7 @@ class LogFile:
             self._patiently(lambda: self._connection.backup(copy, pages=-1))
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
         except sqlite3.Error as error:
-            if error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
+            if sqlite.error_name(error).startswith("SQLITE_CORRUPT"):
                 raise self.problem(error) from error
             raise
         finally:
@@ -212,7 +212,7 @@ class LogFile:
     def problem(self, error: Exception) -> LedgerFileError:
         """Return what an error of SQLite means for whoever reads this file."""
         if isinstance(error, sqlite3.Error):
-            name = getattr(error, "sqlite_errorname", None) or ""
+            name = sqlite.error_name(error)
             if name.startswith(_NOT_THE_FILE):
                 return LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.")
         first = last = count = 0
@@ -237,7 +237,7 @@ class LogFile:
             try:
                 return read()
             except sqlite3.OperationalError as error:
-                if not error.sqlite_errorname.startswith(("SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_PROTOCOL")):
+                if not sqlite.error_name(error).startswith(("SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_PROTOCOL")):
                     raise
             if sqlite.is_live(self._file):
                 time.sleep(PATIENCE_S)
@@ -402,11 +402,11 @@ class LogFile:
             ((found,),) = self._patiently(lambda: self._connection.execute("PRAGMA application_id").fetchall())
             ours = found == sqlite.APPLICATION_ID
         except sqlite3.Error as error:
-            if error.sqlite_errorname == "SQLITE_NOTADB":
+            if sqlite.error_name(error) == "SQLITE_NOTADB":
                 raise NotALedger(
                     f"{self.path}: is not a SQLite database. Name a .db file that kvledger wrote."
                 ) from error
-            if not error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
+            if not sqlite.error_name(error).startswith("SQLITE_CORRUPT"):
                 raise LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.") from error
             ours = salvage.is_ours(self._file)
             if ours:
@@ -466,7 +466,7 @@ def _can_use(connection: sqlite3.Connection) -> bool:
     try:
         connection.execute("PRAGMA application_id").fetchone()
     except sqlite3.Error as error:
-        return error.sqlite_errorname.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+        return sqlite.error_name(error).startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
     return True
 
 

@@ -124,7 +124,7 @@ def seal(source: Path | str, target: Path | str, progress: Callable[[int], None]
         except FileExistsError as error:
             raise LedgerNotWritable(_taken(target)) from error
         except (OSError, sqlite3.Error) as error:
-            if isinstance(error, sqlite3.Error) and error.sqlite_errorname.startswith("SQLITE_CORRUPT"):
+            if isinstance(error, sqlite3.Error) and sqlite.error_name(error).startswith("SQLITE_CORRUPT"):
                 raise log.problem(error) from error  # the copy is as damaged as the log is
             raise LedgerNotWritable(f"{target} cannot be written: {sqlite.explain(error)}.") from error
         finally:

@@ -151,6 +151,11 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
+def error_name(error: sqlite3.Error) -> str:
+    """Return SQLite's name of an error, e.g. `SQLITE_FULL`; empty for one that Python's module raised by itself."""
+    return getattr(error, "sqlite_errorname", None) or ""
+
+
 def brief(error: Exception) -> str:
     """Return what an error says as part of one line: SQLite may quote whole statements out of a damaged file."""
     text = " ".join(str(error).split()) or type(error).__name__
@@ -160,7 +165,7 @@ def brief(error: Exception) -> str:
 def explain(error: Exception) -> str:
     """Return what an error means and what to do about it, in half a line without a full stop."""
     if isinstance(error, sqlite3.Error):
-        name = getattr(error, "sqlite_errorname", None) or ""
+        name = error_name(error)
         for prefix, text in _MEANINGS:
             if name.startswith(prefix):
                 return text

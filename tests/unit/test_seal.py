@@ -379,10 +379,8 @@ def test_a_live_log_is_verified_while_it_is_written(tmp_path):
 
 
 def test_a_damaged_page_of_a_sealed_file_is_found(sealed):
-    data = bytearray(sealed.target.read_bytes())
-    place = data.index(b'"kind":"request_queued"')
-    data[place : place + 4] = b"XXXX"
-    sealed.target.write_bytes(data)
+    data = sealed.target.read_bytes()
+    sealed.target.write_bytes(data.replace(b'"kind":"request_queued"', b'"XXXX":"request_queued"'))
     assert not verify(sealed.target).ok
 
 
