@@ -130,7 +130,10 @@ def ending(result: Result) -> str:
             else f"closed after {end.closed.exception or 'an error'}"
         )
     return {
-        "torn": f"torn: no log_closed; the engine died or was killed after {words.clock(end.last.ts_ns)} UTC",
+        "torn": (
+            f"torn: no log_closed after {words.clock(end.last.ts_ns)} UTC; the process ended hard, its disk took "
+            "nothing more, or this copy lacks the end"
+        ),
         "live": "still open: the engine writes it",
         "as_of": f"replayed as far as event {end.last.seq}; the log goes on",
     }[end.how]

@@ -110,7 +110,7 @@ def _zones() -> str:
 
 _ENDS = {
     "closed": "closed: the engine ended the log",
-    "torn": "torn: nobody closed the log, so the engine was killed or crashed",
+    "torn": "torn: no log_closed; the process ended hard, its disk took nothing more, or the copy lacks the end",
     "live": "open: the engine was still writing when this copy was made",
 }
 

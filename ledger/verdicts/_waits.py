@@ -133,7 +133,7 @@ def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
     if end.how == "closed":
         return "proven", ""
     return "suspected", {
-        "torn": "the log ends torn, and what the engine did next is lost; only the logs of the workers would tell",
+        "torn": "the log ends torn, and what the engine did next is not in it; only the logs of the workers would tell",
         "live": "the log is still being written; replay it again later",
         "as_of": "the log goes on after this moment; replay it without --until",
     }.get(end.how, "")

@@ -1,5 +1,8 @@
 """`torn_log`: the log has no `log_closed`, or it was closed because of an error. The last events are the evidence.
 
+That there is no `log_closed` is all that is proven. A process that was killed, a disk that took nothing more and a copy
+without the whole of its `-wal` look the same from here.
+
 A log that is still being written is no incident. Whether its writer lives is a fact about the file, and the reader of
 the file says so (`End.how`).
 """
@@ -16,6 +19,14 @@ from ledger.verdicts import Finding, Verdict
 
 FLUSH_INTERVAL_MS = 50
 """The engine's own default of `flush_interval_ms`."""
+
+TORN_ENDS = (
+    "the process ended hard, or its disk took nothing at the end, or this copy lacks the end (its -wal was cut or not "
+    "copied); the log alone does not tell which"
+)
+"""All that a missing `log_closed` leaves open."""
+
+CLOSED_ADVICE = "See the engine's own log at that time for the error."
 
 NEAR_STEPS = 2
 """Engine steps before the end within which an event may be what the engine died of."""
@@ -53,15 +64,14 @@ class TornLog(Verdict):
             title = f"the engine stopped because of an error, {error}; the log itself is whole"
         else:
             title = (
-                f"the log ends torn after event {end.last.seq} at {words.clock(end.last.ts_ns)}: nobody closed it; "
-                "what the "
-                f"engine did in its last {flush_ms:g} ms may not have reached the file"
+                f"the log ends torn after event {end.last.seq} at {words.clock(end.last.ts_ns)}: there is no log_closed"
             )
-        culprit = (
-            f"the engine process: {error} stands in its log" if closed else "the engine process: killed or crashed"
-        )
+        culprit = f"the engine process: {error} stands in its log" if closed else TORN_ENDS
         if near:
-            culprit = f"just before the end, at event {near[-1][0].seq}: {near[-1][1]}"
+            last_word = f"at event {near[-1][0].seq}: {near[-1][1]}"
+            culprit = (
+                f"just before the end, {last_word}" if closed else f"{TORN_ENDS}; just before the end, {last_word}"
+            )
         shown = {event.seq: event for event in [*(event for event, _ in near), *end.tail]}
         yield Finding(
             kind="torn_log",
@@ -70,7 +80,14 @@ class TornLog(Verdict):
             since_seq=end.last.seq,
             requests=tuple(dict.fromkeys(_request(event) for event, _ in near if _request(event))),
             culprit=culprit,
-            advice="See the engine's own log at that time, and the kernel's (dmesg) for a process killed for memory.",
+            advice=CLOSED_ADVICE
+            if closed
+            else (
+                "Replay it on the host that wrote it, or copy the -wal file too. If it ends alike there, see the "
+                "engine's own log after that time (does it live, does it say that its audit log cannot be written?) "
+                "and the kernel's (dmesg) for a process killed for memory. If the disk took what it was given, the "
+                f"engine's last {flush_ms:g} ms are missing; if not, there is no bound."
+            ),
             lead_seq=end.last.seq,
             chain=tuple(shown[seq] for seq in sorted(shown)),
         )

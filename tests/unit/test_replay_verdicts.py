@@ -39,6 +39,15 @@ def test_a_job_that_is_open_for_less_than_the_limit_is_in_flight():
     assert replay(log.closes().events).findings == []
 
 
+def test_of_a_torn_end_only_that_there_is_no_log_closed_is_proven():
+    finding = only(replay(waiting_job(seconds=1).events, "torn"))
+    assert finding.title.endswith("there is no log_closed")
+    for reading in ("the process ended hard", "its disk took nothing", "this copy lacks the end"):
+        assert reading in finding.culprit
+    assert "killed" not in finding.title + finding.culprit
+    assert "If the disk took what it was given, the engine's last 50 ms" in finding.advice
+
+
 def test_a_job_that_is_open_for_longer_is_a_stall_and_proven_when_the_log_was_closed():
     log = waiting_job(seconds=61)
     assert kinds(replay(log.events, "live")) == ["stall suspected"]
