@@ -6,12 +6,13 @@ Python's lock is the scarce thing: while the engine computes, a writer that take
 makes the engine wait each time. All ways are measured in one process, in turns, so that whatever else the machine does
 falls on all of them:
 
-    idle     rows a second while no other thread runs
-    busy     rows a second while another thread never rests, and the longest time for which that thread stood still
-    nobody   the same busy thread while nothing is written: what the machine alone does to it
-    writer   `ledger.writer.Writer` on a log to which the busy thread appends as fast as it can
+    idle     rows a second of processor time while no other thread of the process runs
+    busy     rows a second while another thread never rests, and how long that thread stood still: the longest stall
+             within a batch, the median over all batches, and the longest of all
+    nobody   the same busy thread while nothing is written, looked at every 10 ms: what the machine alone does to it
+    writer   `ledger.writer.Writer` on a log to which the busy thread appends as fast as it can, looked at likewise
 
-Stalls are only meaningful on a machine that is otherwise at rest: compare with the line `nobody`.
+Figures while busy mean something on a machine that is otherwise at rest: compare with the line `nobody`.
 
 Bias: written by the authors of the writer. The rows that `executemany` gets are tuples of what the statement takes out
 of the JSON; its JSON is encoded by the same library.
@@ -75,15 +76,20 @@ class Way:
         self._connection = sqlite.open_to_write(path)
         self._next_seq = 1
 
-    def run(self, seconds: float, size: int) -> float:
-        """Write for so long; return rows a second of the writing alone."""
+    def run(self, seconds: float, size: int, clock: Callable[[], float], watched: "BusyThread | None" = None) -> float:
+        """Write for so long, by `clock`; return rows a second of the writing alone."""
         rows, spent_s = 0, 0.0
         while spent_s < seconds:
             batch = batch_of(self._next_seq, size)
             self._next_seq += size
-            start = time.perf_counter()
+            if watched is not None:
+                time.sleep(0.001)  # so that the stall for which making the batch is to blame is over
+                watched.look(keep=False)
+            start = clock()
             self._write(self._connection, batch)
-            spent_s += time.perf_counter() - start
+            spent_s += clock() - start
+            if watched is not None:
+                watched.look()
             rows += size
         return rows / spent_s
 
@@ -109,14 +115,31 @@ def executemany(connection: sqlite3.Connection, batch: list[ev.Event]) -> None:
 
 
 class BusyThread:
-    """A thread that computes and never rests, and knows for how long it stood still."""
+    """A thread that computes and never rests, and knows for how long it stood still.
+
+    Attributes:
+        stalls_ms: the longest stall between two looks, for each look.
+    """
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.longest_ms = 0.0
-        self.turns = 0
+        self._longest_ns = 0
+        self.stalls_ms: list[float] = []
+
+    def look(self, *, keep: bool = True) -> None:
+        """Note the longest stall since the last look, and begin anew."""
+        longest_ns, self._longest_ns = self._longest_ns, 0
+        if keep:
+            self.stalls_ms.append(longest_ns / 1e6)
+
+    def watch(self, seconds: float) -> None:
+        """Look every 10 ms, which is about as long as a batch takes."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            time.sleep(0.01)
+            self.look()
 
     def __enter__(self) -> "BusyThread":
         self._thread.start()
@@ -128,15 +151,13 @@ class BusyThread:
 
     def _run(self) -> None:
         work, ended, clock = self._work, self._end.is_set, time.perf_counter_ns
-        longest_ns, last_ns = 0, clock()
+        last_ns = clock()
         while not ended():
             work()
-            self.turns += 1
             now_ns = clock()
-            if now_ns - last_ns > longest_ns:  # noqa: PLR1730 - max() would cost a call in a loop that measures calls
-                longest_ns = now_ns - last_ns
+            if now_ns - last_ns > self._longest_ns:  # noqa: PLR1730 - a call would cost as much as what is measured
+                self._longest_ns = now_ns - last_ns
             last_ns = now_ns
-        self.longest_ms = longest_ns / 1e6
 
 
 def compute() -> int:
@@ -144,8 +165,8 @@ def compute() -> int:
     return sum(range(50))
 
 
-def writer_under_load(folder: Path, round_: int, seconds: float) -> tuple[float, float, float]:
-    """Return rows a second written, the longest stall of the appending thread in ms, and its time per append in us."""
+def writer_under_load(folder: Path, round_: int, seconds: float) -> tuple[float, list[float]]:
+    """Return rows a second written, and the stalls of the appending thread in milliseconds."""
     log = Log(State(), checkpoint_interval_events=0)
     writer = Writer(log, folder / f"writer-{round_}.db")
     writer.start()
@@ -156,12 +177,12 @@ def writer_under_load(folder: Path, round_: int, seconds: float) -> tuple[float,
 
     start = time.perf_counter()
     with BusyThread(append) as busy:
-        time.sleep(seconds)
+        busy.watch(seconds)
     spent_s = time.perf_counter() - start
     written = writer.written_seq
     if not writer.close(timeout_s=120):
         raise SystemExit("the writer could not write its log; the figures mean nothing")
-    return written / spent_s, busy.longest_ms, spent_s / busy.turns * 1e6
+    return written / spent_s, busy.stalls_ms
 
 
 def main() -> None:
@@ -174,44 +195,36 @@ def main() -> None:
     gc.disable()  # its pauses belong to nobody here
     idle: dict[str, list[float]] = {}
     busy: dict[str, list[float]] = {}
-    stall: dict[str, list[float]] = {"nobody": [], "writer": []}
-    written: list[float] = []
-    append_us: list[float] = []
+    stalls: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ways = (Way(folder, "one statement", one_statement), Way(folder, "executemany", executemany))
         for round_ in range(arguments.rounds):
             for way in ways:
-                idle.setdefault(way.name, []).append(way.run(arguments.seconds, arguments.batch))
+                idle.setdefault(way.name, []).append(way.run(arguments.seconds, arguments.batch, time.thread_time))
             for way in ways:
                 with BusyThread(compute) as other:
-                    rate = way.run(arguments.seconds, arguments.batch)
+                    rate = way.run(arguments.seconds, arguments.batch, time.perf_counter, other)
                 busy.setdefault(way.name, []).append(rate)
-                stall.setdefault(way.name, []).append(other.longest_ms)
+                stalls.setdefault(way.name, []).extend(other.stalls_ms)
+            rate, stalled = writer_under_load(folder, round_, arguments.seconds)
+            busy.setdefault("writer", []).append(rate)
+            stalls.setdefault("writer", []).extend(stalled)
             with BusyThread(compute) as other:
-                time.sleep(arguments.seconds)
-            stall["nobody"].append(other.longest_ms)
-            rate, longest_ms, each_us = writer_under_load(folder, round_, arguments.seconds)
-            written.append(rate)
-            stall["writer"].append(longest_ms)
-            append_us.append(each_us)
+                other.watch(arguments.seconds)
+            stalls.setdefault("nobody", []).extend(other.stalls_ms)
             print(f"round {round_ + 1} of {arguments.rounds} done", file=sys.stderr, flush=True)
     middle = statistics.median
     print(f"SQLite {sqlite3.sqlite_version}, Python {sys.version.split()[0]}, {arguments.batch} rows a batch, medians")
-    print(f"{'':16}{'rows/s idle':>14}{'rows/s busy':>14}{'longest stall of the busy thread':>36}")
-    for way in ways:
-        stalled = f"{middle(stall[way.name]):.1f} ms"
-        print(f"{way.name:16}{middle(idle[way.name]):14,.0f}{middle(busy[way.name]):14,.0f}{stalled:>36}")
-    stalled = f"{middle(stall['writer']):.1f} ms"
-    print(f"{'writer':16}{'':14}{middle(written):14,.0f}{stalled:>36}   ({middle(append_us):.1f} us an append)")
-    stalled = f"{middle(stall['nobody']):.1f} ms"
-    print(f"{'nobody writes':16}{'':14}{'':14}{stalled:>36}")
-    ours, other_way = ways
-    pairs = [one / many for one, many in zip(busy[ours.name], busy[other_way.name], strict=True)]
-    stalls = [many / one for one, many in zip(stall[ours.name], stall[other_way.name], strict=True)]
+    print(f"{'':16}{'rows/s idle':>14}{'rows/s busy':>14}{'stall in a batch':>20}{'longest stall':>16}")
+    for line, waits in stalls.items():
+        rates = [f"{middle(rates[line]):,.0f}" if line in rates else "" for rates in (idle, busy)]
+        print(f"{line:16}{rates[0]:>14}{rates[1]:>14}{middle(waits):17.2f} ms{max(waits):13.1f} ms")
+    ours, other_way = (way.name for way in ways)
+    ratios = [one / many for one, many in zip(busy[ours], busy[other_way], strict=True)]
     print(
-        f"one statement against executemany, by round: {middle(pairs):.1f} times the rows while busy, "
-        f"{middle(stalls):.1f} times shorter stalls"
+        f"one statement against executemany: {middle(ratios):.1f} times the rows while busy (median of the rounds), "
+        f"{middle(stalls[other_way]) / middle(stalls[ours]):.1f} times shorter stalls"
     )
 
 
