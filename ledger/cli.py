@@ -1,10 +1,12 @@
 """The command line: parses, calls the library, prints. Whatever a command does, a function of the library does it.
 
-Exit status: 0 nothing wrong, 1 findings, 2 wrong usage, 3 a file cannot be read. Errors are one line on stderr, and
-never a traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
+Exit status: 0 nothing wrong, 1 findings, 2 wrong usage or output that cannot be written, 3 a file cannot be read, 130
+interrupted, 141 the reader of the output left before the rest was known. Errors are one line on stderr, and never a
+traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
 """
 
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -22,6 +24,8 @@ from ledger.errors import LedgerError, LedgerFileError, LedgerNotWritable
 OK, FOUND, USAGE, UNREADABLE = 0, 1, 2, 3
 INTERRUPTED = 130
 """What a shell gives for a program that ended by SIGINT."""
+READER_LEFT = 141
+"""What a shell gives for a program that ended by SIGPIPE."""
 
 FOLLOW_INTERVAL_S = 0.2
 """Time between two looks at a live log: a person does not see it, and the engine's disk does not feel it."""
@@ -58,7 +62,7 @@ class BlockType(click.ParamType[tuple[int, int]]):
             self.fail(f"'{value}' is no block: write its group and number, e.g. 0:17", param, ctx)
 
 
-FILE = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, readable=False)
 """A path as it is typed: the library says what is wrong with it, and with which status."""
 
 
@@ -67,7 +71,8 @@ FILE = click.Path(path_type=Path)
 def cli() -> None:
     """Read the audit logs of vLLM's Mooncake connectors, and say what went wrong.
 
-    Exit status: 0 nothing wrong, 1 findings, 2 wrong usage, 3 a file cannot be read.
+    Exit status: 0 nothing wrong, 1 findings, 2 wrong usage or output that cannot be written, 3 a file cannot be read,
+    130 interrupted, 141 the reader of the output left early (a status that is known by then is kept).
     """
 
 
@@ -117,7 +122,7 @@ def state(file: Path, moment: Moment | None, as_json: bool) -> int:
 
     book, last = state_at(file, moment)
     if as_json:
-        _write(book.encode().decode() + "\n")
+        _print_text(book.encode().decode() + "\n")
     else:
         _print(report.state_lines(book, last))
     return OK
@@ -266,7 +271,6 @@ def export(file: Path, output: Path | None) -> int:
     if output is None:
         for lines in lines_of(file):
             sys.stdout.buffer.write(lines)
-        sys.stdout.buffer.flush()
         return OK
     pages = lines_of(file)
     first = next(pages, b"")  # a file that cannot be read leaves no empty one behind
@@ -293,6 +297,7 @@ def tail(file: Path, number: int, follow: bool) -> int:
     from ledger.reader import open_log
 
     with open_log(file) as log:
+        log.check_not_empty()
         last = log.last_seq
         after = max(last - number, 0)
         while True:
@@ -361,16 +366,20 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its status. Every error is one line on stderr."""
+    _open_closed_streams()
+    status = READER_LEFT
     try:
         # Not `cli.main`, which answers a closed pipe and an interrupt in ways of its own.
         with cli.make_context("kvledger", list(arguments)) as context:
-            status = cli.invoke(context)
+            returned = cli.invoke(context)
+        status = returned if isinstance(returned, int) else OK
         sys.stdout.flush()
-        return status if isinstance(status, int) else OK
+        return status
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:
-        return _reader_is_gone()
+        _silence(sys.stdout)
+        return status
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("KVLEDGER_TRACEBACK"):
             raise
@@ -381,8 +390,7 @@ def _explain(error: BaseException) -> int:
     """Say in one line what went wrong, and return the status that it has."""
     match error:
         case click.exceptions.NoArgsIsHelpError():
-            sys.stderr.write(error.format_message() + "\n")
-            return USAGE
+            return _tell(error.format_message(), USAGE)
         case click.UsageError():
             command = error.ctx.command_path if error.ctx is not None else "kvledger"
             return _complain(f"{error.format_message().rstrip('.')}. See {command} --help.", USAGE)
@@ -392,6 +400,10 @@ def _explain(error: BaseException) -> int:
             return _complain(str(error), UNREADABLE)
         case LedgerError():
             return _complain(str(error), USAGE)
+        case OSError() if error.filename is None and error.errno in _NOT_TAKEN:
+            # The files that commands read and write have errors of their own, above. What is left is the output.
+            _silence(sys.stdout)
+            return _complain(f"the output cannot be written: {error.strerror}", USAGE)
         case _:
             fault = f"{type(error).__name__}: {error}"
             return _complain(
@@ -399,29 +411,67 @@ def _explain(error: BaseException) -> int:
             )
 
 
+_NOT_TAKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What writing to a disk that takes nothing more ends in."""
+
+
 def _complain(message: str, status: int) -> int:
-    with contextlib.suppress(OSError):
-        line = " ".join(message.split())
-        sys.stderr.write(f"kvledger: {line}\n")
+    line = " ".join(message.split())
+    return _tell(f"kvledger: {line}", status)
+
+
+def _tell(text: str, status: int) -> int:
+    """Write to stderr, if anybody listens, and return the status."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        _silence(sys.stderr)
     return status
 
 
-def _reader_is_gone() -> int:
-    """Whoever read our output has seen enough: no fault, and nothing more may be written on the way out."""
+def _open_closed_streams() -> None:
+    """Put a stream in the place of one that the shell closed (`>&-`).
+
+    Python has none then, and the next file that is opened, a log, would get its number.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115, PTH123 - open for good
+
+
+def _silence(stream: IO[str]) -> None:
+    """Let what a stream still holds go nowhere: Python tries again on its way out, and would change the status."""
     with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return OK
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
-def _write(text: str, stream: IO[str] | None = None) -> None:
-    (stream or sys.stdout).write(text)
+@contextlib.contextmanager
+def _reader_may_leave() -> Generator[None]:
+    """Print an answer: a reader that has seen enough of it does not change the status that goes with it."""
+    try:
+        yield
+    except BrokenPipeError:
+        _silence(sys.stdout)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+
+
+def _print_text(text: str) -> None:
+    with _reader_may_leave():
+        _write(text)
 
 
 def _print(lines: Iterable[str]) -> None:
     """Print a report: headings stand out on a terminal, and are plain text everywhere else."""
     if not sys.stdout.isatty():
-        for line in lines:
-            _write(line + "\n")
+        with _reader_may_leave():
+            for line in lines:
+                _write(line + "\n")
         return
     from rich.console import Console
 
@@ -433,7 +483,7 @@ def _print(lines: Iterable[str]) -> None:
 def _print_json(data: Any) -> None:
     import msgspec
 
-    _write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+    _print_text(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
 
 
 def _tell_trials(progress: Progress, path: Path, trials: int, left: int) -> None:

@@ -17,7 +17,7 @@ from ledger.verdicts import PUBLIC_FIELDS
 from ledger.writer import Database
 from tests.incidents.script import Script, save
 
-COMMAND = (sys.executable, "-m", "ledger.cli")
+COMMAND = (sys.executable, "-m", "ledger")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -147,7 +147,15 @@ def test_an_interrupt_is_one_line(good: str, monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().err == "kvledger: interrupted\n"
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
+def test_an_interrupt_while_modules_are_loaded_is_one_line(tmp_path: Path):
+    # Stands in the place of click, which is the first that the command line imports.
+    (tmp_path / "click.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"}
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvledger: interrupted\n")
+
+
+def test_an_export_whose_reader_goes_away_ends_as_by_sigpipe_and_says_nothing(tmp_path: Path):
     log = Script()
     for number in range(3000):  # more than a pipe holds
         log.arrives(f"request-{number}")
@@ -160,7 +168,56 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
         assert it.stdout.readline().startswith(b'{"kind":"log_opened"')
         it.stdout.close()
         assert it.stderr.read() == b""
-        assert it.wait(60) == 0
+        assert it.wait(60) == 141
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_goes_away_does_not_change_what_a_replay_found(bad: str, options: list[str]):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [*COMMAND, "replay", bad, *options],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("command", ["replay", "export", "--help"])
+def test_output_that_a_full_disk_does_not_take_is_one_line(bad: str, command: str):
+    arguments = [command] if command.startswith("-") else [command, bad]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, env=ENVIRONMENT, timeout=60, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == b"kvledger: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full"])
+def test_streams_that_the_shell_closed_do_not_change_the_status(bad: str, tmp_path: Path, closed: str):
+    for path, status in ((bad, 1), (str(tmp_path / "missing.db"), 3)):
+        command = ["sh", "-c", f'"$@" {closed}', "sh", *COMMAND, "replay", path]
+        done = subprocess.run(command, capture_output=True, env=ENVIRONMENT, timeout=60, check=False)
+        assert done.returncode == status
+        assert b"Traceback" not in done.stderr
+
+
+def test_a_file_without_the_right_to_read_it_ends_with_3_and_one_line(
+    bad: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    # The kernel's answer to somebody else; root, as whom tests often run, may read everything.
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    assert cli.run(["replay", bad]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvledger: {bad}: cannot be read: ")
+    assert err.count("\n") == 1
 
 
 def test_the_installed_command_ends_with_the_status_of_the_library(bad: str):
