@@ -174,6 +174,7 @@ class LogResult(msgspec.Struct):
 
     Attributes:
         path: the file, as it was named.
+        empty: whether the file holds no event, and its engine lives.
         events_of_interest: what was collected for the case's interest.
     """
 
@@ -181,6 +182,7 @@ class LogResult(msgspec.Struct):
     sealed: bool
     meta: dict[str, str]
     result: Result
+    empty: bool = False
     events_of_interest: list[ev.AnyEvent] = []
 
 
@@ -260,7 +262,12 @@ def _again(path: Path, moment: Moment | None, progress: Progress | None = None) 
 
 
 def read(log: LogFile, moment: Moment | None) -> Iterator[ev.AnyEvent]:
-    """Yield the events of an open log as far as a moment."""
+    """Return the events of an open log as far as a moment.
+
+    Raises:
+        FileCorrupt: the log holds no event at all, and nobody writes it.
+    """
+    log.check_not_empty()
     if moment is None:
         return log.events()
     if moment.seq is not None:
@@ -278,7 +285,8 @@ def _replay_file(path: Path, moment: Moment | None, interest: Interest, progress
         replay.feed(read(log, moment))
         last_seq = replay.last_seq
         result = replay.result("as_of" if moment is not None and last_seq < log.last_seq else ending)
-        return LogResult(path, log.sealed, log.meta, result, watch.events if watch else [])
+        empty = not last_seq and not log.last_seq
+        return LogResult(path, log.sealed, log.meta, result, empty, watch.events if watch else [])
 
 
 def _watcher(path: Path, total: int, watch: Watch | None, progress: Progress | None) -> Any:
@@ -312,6 +320,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
         LedgerFileError: the file cannot be read.
     """
     with open_log(path) as log:
+        log.check_not_empty()
         for page in log.pages():
             yield b"\n".join([data for _, data in page.rows]) + b"\n"
 
@@ -373,7 +382,11 @@ def minimize_file(
         raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.")
     with open_log(path) as log:
         if log.last_seq > MAX_EVENTS:
-            raise LedgerFileError(f"{path}: has {log.last_seq:,} events; at most {MAX_EVENTS:,} can be minimized.")
+            raise LedgerFileError(
+                f"{path}: has {log.last_seq:,} events; at most {MAX_EVENTS:,} can be minimized. Send it whole: "
+                f"kvledger seal {path} TARGET"
+            )
+        log.check_not_empty()
         meta, ending = log.meta, log.end
         smaller = minimize(list(log.events()), kind, ending, progress)
     if smaller is not None:

@@ -131,6 +131,29 @@ class LogFile:
             return "live" if self._rows('SELECT "end" FROM seal') == [("live",)] else "torn"
         return "live" if live else "torn"
 
+    def check_not_empty(self) -> None:
+        """Refuse a log that holds no event and that nobody writes: what its engine wrote is not in this file.
+
+        Each log begins with `log_opened`, so without an event there is nothing to judge, and nothing that was healthy.
+
+        Raises:
+            FileCorrupt: there is no event, and there will be none.
+        """
+        if self.last_seq or self.end != "torn":
+            return
+        wal = sqlite.wal_path(self.path).name
+        if self.sealed:
+            why = (
+                "it was sealed from a copy without its -wal file, most likely. Seal the log again where it was written"
+            )
+        elif self._immutable:
+            why = f"most likely its -wal file was not copied. Copy {wal} too, beside it"
+        else:
+            why = (
+                f"{wal} is cut, or the engine ended before its first flush. Copy both again from the host that wrote it"
+            )
+        raise FileCorrupt(f"{self.path}: holds no event; {why}.")
+
     @property
     def held_back_ms(self) -> int:
         """How many milliseconds of events the writer of a torn log may have held in memory when it was killed."""

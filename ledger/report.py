@@ -92,7 +92,7 @@ def log_section(log: LogResult, index: int | None) -> Iterator[str]:
         pool = f", {words.plural(opened.num_blocks, 'GPU block')}" if opened.num_blocks else ""
         yield from _row("Shape", f"{words.plural(expected, 'rank')} ({words.ranges(opened.ranks)}){pool}")
     if result.first is None or result.last is None:
-        yield from _row("Events", "none: the engine wrote nothing into it")
+        yield from _row("Events", "no event yet: its engine has just begun" if log.empty else "none up to this moment")
         return
     took = words.span(result.last.ts_ns - result.first.ts_ns)
     yield from _row("Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {took}")

@@ -96,6 +96,19 @@ def test_an_empty_log_has_no_events(tmp_path):
         assert (log.first_seq, log.last_seq, log.end, list(log.events())) == (0, 0, "torn", [])
 
 
+def test_a_log_without_an_event_is_refused_with_what_is_missing(tmp_path):
+    # The file as it is before the first checkpoint of SQLite: all events are in the -wal, which was not copied.
+    copy = handmade(tmp_path / "copy.db")
+    with open_log(copy) as log, pytest.raises(FileCorrupt) as raised:
+        log.check_not_empty()
+    assert_one_line_that_helps(raised.value, "holds no event", "-wal file was not copied", "Copy copy.db-wal too")
+
+
+def test_a_log_without_an_event_whose_engine_lives_is_not_refused(tmp_path):
+    with writing(tmp_path / "a.db"), open_log(tmp_path / "a.db") as log:
+        log.check_not_empty()
+
+
 # --- torn logs ----------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from ledger.questions import blame, diff, why
 from ledger.reader import open_log
 from ledger.replay import replay
 from ledger.state import State
+from ledger.writer import Database
 from tests.incidents.corpus import INCIDENTS, keys
 from tests.incidents.script import Script
 
@@ -301,3 +302,25 @@ def test_minimize_writes_a_log_that_can_be_replayed(
     assert cli.run(["minimize", str(files["s3"]), "--finding", "leak", "-o", str(target)]) == 2
     assert cli.run(["minimize", str(files["s3"]), "--finding", "poison", "-o", str(tmp_path / "other.db")]) == 2
     assert not (tmp_path / "other.db").exists()
+
+
+# --- what there is to judge -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["replay", "state", "tail", "export", "why", "blame"])
+def test_a_log_without_its_wal_is_not_called_healthy(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "copy.db"
+    database = Database(path)
+    database.create({})
+    database.close()
+    assert cli.run([command, str(path), *{"why": ["R"], "blame": ["0:1"]}.get(command, [])]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "holds no event; most likely its -wal file was not copied" in captured.err
+
+
+def test_a_moment_before_the_first_event_is_not_an_empty_log(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    assert cli.run(["replay", str(files["twin"]), "--until", "0"]) == 0
+    assert "none up to this moment" in capsys.readouterr().out
