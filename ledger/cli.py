@@ -96,6 +96,8 @@ def replay(
     """Say what happened: the log, what went wrong, what is open, the run in numbers.
 
     Several FILES are the logs of one incident, e.g. of a prefill and a decode engine.
+
+    Status 0 is for what the log holds: when events were lost, the first line says how many.
     """
     from ledger import report
     from ledger.case import replay_files

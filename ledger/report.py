@@ -71,7 +71,10 @@ def headline(case: Case) -> str:
     """Return the first line: what was found."""
     about = _interest(case)
     if not case.findings:
-        return f"Nothing wrong was found{about}."
+        if all(log.empty for log in case.logs):
+            return "Nothing to judge: there is no event yet."
+        lost = _lost([log.result for log in case.logs])
+        return f"Nothing wrong was found{about}{f' in what is left; {lost} were lost' if lost else ''}."
     kinds: dict[str, None] = {f"{finding.kind} ({finding.certainty})": None for _, finding in case.findings}
     return _one_line(f"{words.plural(len(case.findings), 'finding')}{about}: {', '.join(kinds)}")
 
@@ -99,9 +102,7 @@ def log_section(log: LogResult, index: int | None) -> Iterator[str]:
     yield from _row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}")
     yield from _row("End", ending(result))
     gaps = result.trail.gaps
-    told = [
-        f"{words.plural(gap.dropped, 'event')} of {gap.origin} at event {gap.seq} ({gap.reason})" for gap in gaps[:5]
-    ]
+    told = [f"{words.lost(gap.dropped)} of {gap.origin} at event {gap.seq} ({gap.reason})" for gap in gaps[:5]]
     more = [f"and {len(gaps) - 5} more gaps"] if len(gaps) > 5 else []
     yield from _row("Gaps", "; ".join([*told, *more]) or "none")
     if result.mismatch is not None:
@@ -254,7 +255,10 @@ def _open(result: Result) -> Iterator[str]:
 def story_section(result: Result, name: str) -> Iterator[str]:
     """Yield the run in numbers."""
     story = result.story
-    yield f"Story in numbers{name}"
+    lost = _lost([result])
+    yield f"Story in numbers{name}{', each of them at least' if lost else ''}"
+    if lost:
+        yield from _row("Lost", f"{lost}, which are not in these numbers")
     reasons = ", ".join(f"{reason or 'no reason'} {number}" for reason, number in story.end_reasons.items())
     yield from _row(
         "Requests",
@@ -603,6 +607,13 @@ def _durations_data(durations: Durations) -> dict[str, int]:
 
 def _clean(result: Result) -> bool:
     return result.end is not None and result.end.closed is not None and result.end.closed.reason != "exception"
+
+
+def _lost(results: Sequence[Result]) -> str:
+    """Return how many events the gaps stand for, in words; empty if there is no gap."""
+    dropped = [gap.dropped for result in results for gap in result.trail.gaps]
+    known = words.lost(sum(dropped))
+    return f"at least {known}" if 0 in dropped and sum(dropped) else known if dropped else ""
 
 
 def _interest(case: Case) -> str:

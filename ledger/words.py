@@ -51,6 +51,11 @@ def plural(number: int, noun: str, many: str = "") -> str:
     return f"{number:,} {noun if number == 1 else many or noun + 's'}"
 
 
+def lost(number: int) -> str:
+    """Return how many events a gap stands for: 0 means that nobody could count them."""
+    return plural(number, "event") if number else "an unknown number of events"
+
+
 def ranges(runs: Ranges, limit: int = 8) -> str:
     """Return `1, 4-7`, the first `limit` runs of it."""
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit])
@@ -255,7 +260,7 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
         f"checkpoint {e.digest[:12]}: {plural(e.open_jobs, 'open job')}, {plural(e.pinned_blocks, 'pinned block')}, "
         f"{plural(e.waiting_loads, 'open load')}"
     ),
-    ev.Gap: lambda e: f"GAP: {plural(e.dropped, 'event')} of {e.origin} lost: {e.reason}",
+    ev.Gap: lambda e: f"GAP: {lost(e.dropped)} of {e.origin} lost: {e.reason}",
     ev.InvariantViolated: lambda e: f"BROKEN RULE {e.rule}: {e.detail}",
     ev.StallSuspected: lambda e: (
         f"{_work(e)} suspected to be stalled: open for {span(e.waited_ns)}"

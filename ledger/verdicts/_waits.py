@@ -349,7 +349,7 @@ def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
     for gap in trail.gaps:
         if gap.seq <= since_seq:
             continue
-        lost = f"{words.plural(gap.dropped, 'event')} of {gap.origin} are lost at event {gap.seq} ({gap.reason})"
+        lost = f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason})"
         if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
             return lost
         if gap.origin in origins:

@@ -319,6 +319,24 @@ def test_a_log_without_its_wal_is_not_called_healthy(command: str, tmp_path: Pat
     assert "holds no event; most likely its -wal file was not copied" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("dropped", "told"),
+    [((2637,), "2,637 events"), ((0,), "an unknown number of events"), ((3, 0), "at least 3 events")],
+)
+def test_a_log_with_gaps_is_not_called_healthy_as_a_whole(
+    dropped: tuple[int, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log = Script()
+    log.runs("R")
+    for number in dropped:
+        log.gap(origin="scheduler", dropped=number, reason="the disk was full")
+    log.finishes("R")
+    assert cli.run(["replay", str(log.closes().save(tmp_path / "a.db"))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Nothing wrong was found in what is left; {told} were lost.\n")
+    assert "Story in numbers, each of them at least\n" in out
+
+
 def test_a_moment_before_the_first_event_is_not_an_empty_log(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ):
