@@ -16,7 +16,8 @@ import msgspec
 from ledger import events as ev
 from ledger.blast import BlastRadius, blast_radius
 from ledger.blocks import Blocks
-from ledger.errors import LedgerFileError, LedgerNotWritable
+from ledger.errors import LedgerFileError
+from ledger.files import refuse_existing, write_log
 from ledger.join import Step, join
 from ledger.minimize import MAX_EVENTS, Minimal, minimize
 from ledger.questions import Diff, Use, Why, blame, diff, why
@@ -24,7 +25,6 @@ from ledger.reader import LogFile, open_log
 from ledger.replay import Replay, Result, until
 from ledger.state import State
 from ledger.verdicts import Finding
-from ledger.writer import Database
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -378,8 +378,7 @@ def minimize_file(
         LedgerFileError: the file cannot be read, or is too long to be minimized.
         LedgerNotWritable: the target cannot be written.
     """
-    if target.exists():
-        raise LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.")
+    refuse_existing(target)
     with open_log(path) as log:
         if log.last_seq > MAX_EVENTS:
             raise LedgerFileError(
@@ -390,8 +389,5 @@ def minimize_file(
         meta, ending = log.meta, log.end
         smaller = minimize(list(log.events()), kind, ending, progress)
     if smaller is not None:
-        database = Database(target)
-        database.create({**meta, "minimized_from": path.name})
-        database.append(msgspec.json.encode(smaller.events))
-        database.close()
+        write_log(target, {**meta, "minimized_from": path.name}, smaller.events)
     return smaller

@@ -19,7 +19,7 @@ import click
 
 from ledger import __version__
 from ledger.case import Interest, Moment, Progress
-from ledger.errors import LedgerError, LedgerFileError, LedgerNotWritable
+from ledger.errors import LedgerError, LedgerFileError
 
 OK, FOUND, USAGE, UNREADABLE = 0, 1, 2, 3
 INTERRUPTED = 130
@@ -206,13 +206,15 @@ def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
 def minimize(file: Path, kind: str, output: Path) -> int:
     """Write the smallest log that still has a finding, for a bug report."""
     from ledger import words
-    from ledger.case import minimize_file
+    from ledger.case import minimize_file, replay_files
 
     with _progress() as progress:
         tell = None if progress is None else partial(_tell_trials, progress, file)
         smaller = minimize_file(file, kind, output, tell)
     if smaller is None:
-        raise click.UsageError(f"{file} has no finding of the kind '{kind}'")
+        kinds = sorted({finding.kind for _, finding in replay_files([file]).findings})
+        has = f"it has: {', '.join(kinds)}" if kinds else "nothing wrong was found in it"
+        raise click.UsageError(f"{file} has no finding of the kind '{kind}'; {has}")
     _print(
         [
             f"{output}: {words.plural(len(smaller.events), 'event')} left",
@@ -255,7 +257,9 @@ def verify(file: Path) -> int:
     checked = check(file)
     what = "sealed" if checked.sealed else "not sealed, so that only holes and columns could be checked"
     lines = [f"{file}: {words.plural(checked.events, 'event')}, {what}", f"digest {checked.chain_head}"]
-    lines += [f"event {each.seq}: {each.detail}" if each.seq else each.detail for each in checked.problems]
+    for each in checked.problems:
+        named = not each.seq or each.detail.startswith("event")
+        lines.append(each.detail if named else f"event {each.seq}: {each.detail}")
     if checked.problem_count > len(checked.problems):
         lines.append(f"and {checked.problem_count - len(checked.problems)} more problems")
     lines.append("nothing wrong was found" if checked.ok else f"{words.plural(checked.problem_count, 'problem')} found")
@@ -269,21 +273,13 @@ def verify(file: Path) -> int:
 def export(file: Path, output: Path | None) -> int:
     """Print every event as one line of JSON, as it is stored."""
     from ledger.case import lines_of
+    from ledger.files import write_pages
 
     if output is None:
         for lines in lines_of(file):
             sys.stdout.buffer.write(lines)
-        return OK
-    pages = lines_of(file)
-    first = next(pages, b"")  # a file that cannot be read leaves no empty one behind
-    try:
-        with output.open("xb") as target:
-            target.write(first)
-            target.writelines(pages)
-    except FileExistsError:
-        raise LedgerNotWritable(f"{output} exists, and evidence is never overwritten. Choose another name.") from None
-    except OSError as error:
-        raise LedgerNotWritable(f"{output} cannot be written: {error.strerror}.") from error
+    else:
+        write_pages(output, lines_of(file))
     return OK
 
 
@@ -395,7 +391,9 @@ def _explain(error: BaseException) -> int:
             return _tell(error.format_message(), USAGE)
         case click.UsageError():
             command = error.ctx.command_path if error.ctx is not None else "kvledger"
-            return _complain(f"{error.format_message().rstrip('.')}. See {command} --help.", USAGE)
+            message = error.format_message()
+            stop = "" if message.endswith((".", "?")) else "."
+            return _complain(f"{message}{stop} See {command} --help.", USAGE)
         case click.Abort() | KeyboardInterrupt():
             return _complain("interrupted", INTERRUPTED)
         case LedgerFileError():

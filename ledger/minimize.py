@@ -18,7 +18,7 @@ from ledger.replay import Replay
 from ledger.verdicts import Finding
 
 MAX_EVENTS = 200_000
-"""Longer logs are to be cut with --until or by request first: each trial replays what is left."""
+"""Longer logs are sealed and sent whole: each trial replays what is left, and that would take hours."""
 
 _PLACES = re.compile(r"events? \d+")
 """Places in the log, which change when events are left out."""
@@ -56,7 +56,7 @@ def minimize(
     """
     if len(events) > MAX_EVENTS:
         raise ValueError(
-            f"the log has {len(events):,} events, and at most {MAX_EVENTS:,} can be minimized; cut it first"
+            f"the log has {len(events):,} events, and at most {MAX_EVENTS:,} can be minimized; seal and send it whole"
         )
     search = _Search(kind, ending, progress)
     if not search.begin(events):

@@ -13,6 +13,7 @@ that was written down elsewhere is what proves that a file is the one that was s
 This file knows files, SQL and the reader. Alembic is imported when a file is sealed, because it takes 0.4 s.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ import msgspec
 import ledger
 from ledger import sqlite
 from ledger.errors import FileCorrupt, LedgerFileError, LedgerNotWritable
+from ledger.files import refuse_existing, taken
 from ledger.reader import End, LogFile, open_log
 from ledger.summary import TABLES, Row, Summary
 
@@ -112,8 +114,7 @@ def seal(source: Path | str, target: Path | str, progress: Callable[[int], None]
         LedgerNotWritable: the target exists, or cannot be written.
     """
     source, target = Path(source), Path(target)
-    if target.exists():
-        raise LedgerNotWritable(_taken(target))
+    refuse_existing(target)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     with open_log(source) as log:
         if log.sealed:
@@ -122,19 +123,16 @@ def seal(source: Path | str, target: Path | str, progress: Callable[[int], None]
             report = _seal(log, unfinished, target, progress)
             sqlite.publish(unfinished, target)
         except FileExistsError as error:
-            raise LedgerNotWritable(_taken(target)) from error
+            raise taken(target) from error
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, sqlite3.Error) and sqlite.error_name(error).startswith("SQLITE_CORRUPT"):
                 raise log.problem(error) from error  # the copy is as damaged as the log is
             raise LedgerNotWritable(f"{target} cannot be written: {sqlite.explain(error)}.") from error
         finally:
             for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
-                leftover.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a folder that takes no file has none to remove
+                    leftover.unlink(missing_ok=True)
     return report
-
-
-def _taken(target: Path) -> str:
-    return f"{target} exists, and evidence is never overwritten. Choose another name."
 
 
 def _seal(log: LogFile, unfinished: Path, target: Path, progress: Callable[[int], None] | None) -> SealReport:

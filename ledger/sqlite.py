@@ -170,6 +170,10 @@ def explain(error: Exception) -> str:
             if name.startswith(prefix):
                 return text
         return f"SQLite says: {brief(error)}"
+    if isinstance(error, PermissionError):
+        return "Permission denied; ask for the right to use the file and its folder"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full; free some space"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {brief(error)}"

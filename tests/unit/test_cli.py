@@ -1,5 +1,6 @@
 """The command line: what it prints, and which status it ends with. Errors are one line, and never a traceback."""
 
+import errno
 import json
 import os
 import signal
@@ -337,6 +338,54 @@ def test_export_of_an_unreadable_file_leaves_no_file_behind(tmp_path: Path):
     assert not copy.exists()
 
 
+@pytest.mark.parametrize("arguments", [["export"], ["minimize", "--finding", "leak"]])
+def test_a_disk_that_fills_up_leaves_no_cut_file_and_is_told_with_the_folder(
+    arguments: list[str],
+    bad: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # A fake at the last step, when all is written: a small disk of its own takes the rights of root.
+    monkeypatch.setattr("ledger.sqlite.publish", full)
+    folder = tmp_path / "full"
+    folder.mkdir()
+    assert cli.run([*arguments, bad, "-o", str(folder / "new")]) == 2
+    assert list(folder.iterdir()) == []
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvledger: {folder / 'new'} cannot be written in the folder {folder}: the disk is full")
+    assert err.count("\n") == 1
+
+
+def test_minimize_writes_a_log_that_still_has_the_finding(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = tmp_path / "small.db"
+    assert cli.run(["minimize", bad, "--finding", "leak", "-o", str(small)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.db", "small.db"}
+    capsys.readouterr()
+    assert cli.run(["replay", str(small)]) == 1
+    assert "leak (proven)" in capsys.readouterr().out
+    assert cli.run(["minimize", bad, "--finding", "leak", "-o", str(small)]) == 2
+    assert "never overwritten" in capsys.readouterr().err
+
+
+def test_minimize_by_a_kind_that_the_log_does_not_have_names_those_that_it_has(
+    bad: str, good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    target = str(tmp_path / "small.db")
+    assert cli.run(["minimize", bad, "--finding", "nonsense", "-o", target]) == 2
+    assert "no finding of the kind 'nonsense'; it has: leak. See" in capsys.readouterr().err
+    assert cli.run(["minimize", good, "--finding", "leak", "-o", target]) == 2
+    assert "nothing wrong was found in it" in capsys.readouterr().err
+
+
+def test_a_command_that_is_misspelt_is_asked_for_with_one_mark(capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["replya"]) == 2
+    assert capsys.readouterr().err.endswith("Did you mean 'replay'? See kvledger --help.\n")
+
+
 def test_tail_prints_the_last_events_one_line_each(good: str, capsys: pytest.CaptureFixture[str]):
     assert cli.run(["tail", "-n", "2", good]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -371,7 +420,8 @@ def test_verify_of_a_changed_file_names_the_event(bad: str, tmp_path: Path, caps
     connection.commit()
     connection.close()
     assert cli.run(["verify", str(sealed)]) == 1
-    assert "event 10: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\nevent 10 is not the one that was sealed\n" in out
 
 
 def test_reading_leaves_the_file_and_its_folder_as_they_were(bad: str, tmp_path: Path):
