@@ -60,6 +60,8 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
             scheduler = adopt(self.connector_scheduler, LedgerMooncakeScheduler)
             scheduler.open(self.books)
             self.connector_scheduler = scheduler
+            # What vLLM calls in every step goes to the half without a facade's frame in between.
+            self.build_connector_meta = scheduler.build_connector_meta
             self.update_connector_output = scheduler.update_connector_output
             self.has_pending_push_work = scheduler.has_pending_push_work
         if self.connector_worker is not None:

@@ -66,8 +66,18 @@ class RequestObserver:
 
     def step(self, scheduler_output: SchedulerOutput) -> None:
         """Record what vLLM did to requests in this step."""
+        cached = scheduler_output.scheduled_cached_reqs
+        book = self._books.state.book
+        names_blocks = bool(book.sends or book.recvs)
+        if not (
+            names_blocks
+            or scheduler_output.scheduled_new_reqs
+            or scheduler_output.preempted_req_ids
+            or cached.resumed_req_ids
+        ):
+            return
         name_of = self._books.name
-        requests = self._books.state.book.requests
+        requests = book.requests
         for request_id in sorted(scheduler_output.preempted_req_ids or ()):
             name = name_of(request_id)
             record = requests.get(name)
@@ -76,9 +86,7 @@ class RequestObserver:
         scheduled_tokens = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._running(name_of(new.req_id), new.num_computed_tokens, scheduled_tokens[new.req_id], new.block_ids)
-        cached = scheduler_output.scheduled_cached_reqs
-        book = self._books.state.book
-        if not cached.resumed_req_ids and not (book.sends or book.recvs):
+        if not cached.resumed_req_ids and not names_blocks:
             return
         for request_id, computed_tokens, block_ids in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -105,10 +113,12 @@ class RequestObserver:
 
     def allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
         """Record those blocks of a new allocation that open work names, but for the request's own transfers."""
+        book = self._books.state.book
+        if not book.sends and not book.recvs:
+            return
         named = self._named(groups)
         if not named:
             return
-        book = self._books.state.book
         own: set[tuple[int, int]] = set()
         for transfer in (book.sends.get(name), book.recvs.get(name)):
             if transfer is not None:
