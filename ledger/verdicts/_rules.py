@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from ledger import events as ev
+from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
@@ -161,11 +162,14 @@ class RuleVerdict(Verdict):
         first = group[0]
         certain: Certainty = "undecidable" if first.blind else "proven"
         shown = [*first.before, *(broken.event for broken in group[:6])]
+        # What the engine noticed itself says all in its detail; what only the fold refuses is named with the event.
+        noticed = isinstance(first.event, ev.InvariantViolated)
+        said = "" if noticed else f" (event {first.event.seq}: {words.describe(first.event)})"
         times = f" ({len(group)} times in all)" if len(group) > 1 else ""
         return Finding(
             kind=self.kinds[0],
             certainty=certain,
-            title=f"{first.detail}{times}",
+            title=f"{first.detail}{said}{times}",
             since_seq=first.event.seq,
             requests=tuple(dict.fromkeys(broken.request for broken in group if broken.request)),
             jobs=tuple(dict.fromkeys(broken.job for broken in group if broken.job >= 0)),

@@ -354,7 +354,8 @@ class Poison(Verdict):
             )
             title = f"{work.name} of {old} read blocks {which} after they had been given to {new}{stored}"
         else:
-            title = f"{work.name} of {old} wrote into blocks {which} after they had been given to {new}"
+            wrote = "wrote" if proven else "may have written"
+            title = f"{work.name} of {old} {wrote} into blocks {which} after they had been given to {new}"
         caught = [event for hit in told for event in hit.caught]
         events = [work.began, first.grant.released, grant, first.started, first.finished, *loads[:4], *caught[:4]]
         chain = {event.seq: event for event in events if event is not None}

@@ -968,7 +968,7 @@ INCIDENTS: tuple[Incident, ...] = (
                 ranks=(0,),
                 requests=("R", "R2"),
                 blocks=blocks(5, 12),
-                says=("wrote into", "given to request R2"),
+                says=("may have written into", "given to request R2"),
             ),
         ),
     ),
