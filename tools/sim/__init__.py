@@ -7,6 +7,7 @@ vLLM's scheduler and the plugin's code are real; workers, GPU memory and store a
     memory     whose tokens each GPU block holds, on each rank: the truth that the ledger cannot know
     store      a Mooncake store that is not there: objects, faults, and the moments at which bytes move
     workers    one simulated rank: upstream's and the plugin's worker code, run without threads
+    company    another connector beside the plugin, under vLLM's MultiConnector
     engine     vLLM's scheduler with the plugin attached, stepped as vLLM's engine core steps it
     client     who sends, aborts and sends again, as the plan says
     checks     what must hold after every step, and at the end; shares nothing with `ledger.state`

@@ -327,7 +327,7 @@ class Checks:
         if pinned > allowed:
             self.fail("bound", f"{pinned} blocks are pinned, {allowed:.1f} are allowed")
 
-    def lost_down(self, rank: int, metadata: MooncakeStoreConnectorMetadata) -> None:
+    def lost_down(self, metadata: MooncakeStoreConnectorMetadata) -> None:
         """A rank does not get a step's metadata: what is in it will never be answered by that rank."""
         for req_meta in metadata.requests:
             job = self.jobs.get(-1 if req_meta.store_job_id is None else req_meta.store_job_id)
@@ -586,7 +586,7 @@ class Feed:
             if event.seq != self.count:
                 self.complaints.append(f"event {self.count} has the place {event.seq}")
             read = self._decode(line)
-            kind = read.__struct_config__.tag
+            kind = str(read.__struct_config__.tag)
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
             judge = self._judges.get(read.__class__)
             if judge is not None:
@@ -678,4 +678,4 @@ def _states_of(status: RequestStatus, loading: bool) -> tuple[str, ...]:
         return ("running",)
     if status == RequestStatus.PREEMPTED:
         return ("preempted", "queued")  # it may have loaded since, and waits for its turn
-    return ("loading",) if loading else ("queued",)
+    return ("loading",) if loading else ("queued", "preempted")  # the latter loads with another connector

@@ -26,7 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import scheduler as upstream_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import MooncakeStoreCoordinator
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeLookupResult, ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
+    MooncakeLookupResult,
+    MooncakeStoreConnectorMetadata,
+    ReqMeta,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
@@ -51,6 +56,7 @@ from ledger.settings import Settings
 from ledger.state import State
 from tools.sim import plan as pl
 from tools.sim.clock import STEP_NS, Clock
+from tools.sim.company import OtherWorker
 from tools.sim.memory import Group, Memory
 from tools.sim.memory import Run as MemoryRun
 from tools.sim.store import Faults, RankStore, Store, TransferWatch
@@ -90,6 +96,7 @@ class Host(TransferWatch):
 
     def watched(self, pool: BlockPool) -> BlockPool:
         """Return what the connector gets as the block pool."""
+        raise NotImplementedError
 
     def looked_up(self, hit_tokens: int) -> None:
         """A lookup was answered."""
@@ -281,7 +288,10 @@ class Engine:
         finally:
             _under_construction.pop()
         self.scheduler.use_v2_model_runner = shape.runner == 2
-        connector = self.scheduler.connector
+        connector: Any = self.scheduler.connector
+        self._place = 1 if shape.company == "first" else 0
+        if shape.company:
+            connector = connector.sub_connectors[self._place]
         if not isinstance(connector, SimulatedConnector) or connector.books is None:
             raise TypeError("vLLM built another connector than the simulated one")
         self.connector = connector
@@ -305,6 +315,7 @@ class Engine:
             Rank(number, place, RankStore(store, number, self.clock, faults, self.memory, host))
             for number in range(shape.ranks)
         ]
+        self._others = [OtherWorker(number, self.memory, self.clock) for number in range(shape.ranks) if shape.company]
         self._aggregator = KVOutputAggregator(shape.ranks) if shape.ranks > 1 else None
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -360,25 +371,35 @@ class Engine:
             lost_down: ranks that do not get the scheduler's message.
             lost_up: ranks whose answer is lost.
         """
-        clock, metadata = self.clock, batch.output.kv_connector_metadata
+        clock, metadata = self.clock, self.metadata_of(batch)
         start_ns = clock.now_ns
         clock.advance(start_ns + STEP_NS // 2)
         self.memory.compute(batch.runs, batch.output.kv_cache_block_copies or ())
         for rank in self.ranks:
             if rank.number not in lost_down:
-                rank.run(metadata)  # type: ignore[arg-type]
+                rank.run(metadata)
+        for other in self._others:
+            other.run(batch.output.kv_connector_metadata.metadata[1 - self._place])  # type: ignore[union-attr]
         clock.advance(start_ns + STEP_NS)
         answers: list[KVConnectorOutput | None] = []
         for rank in self.ranks:
             heard = metadata if rank.number not in lost_down else _NOTHING_HEARD
             finished = batch.output.finished_req_ids if rank.number not in lost_down else set[str]()
             answer = rank.answer(heard, finished)  # type: ignore[arg-type]
+            if self._others:
+                others = self._others[rank.number].take_finished()
+                answer.finished_recving = (answer.finished_recving or set[str]()) | set(others)
             if rank.number in lost_up:
                 self.unheard[rank.number] = answer
                 answers.append(None)
             else:
                 answers.append(answer)
         return answers
+
+    def metadata_of(self, batch: Batch) -> MooncakeStoreConnectorMetadata:
+        """Return what the plugin tells its workers in a step."""
+        metadata: Any = batch.output.kv_connector_metadata
+        return metadata.metadata[self._place] if self.shape.company else metadata
 
     def combine(self, batch: Batch, answers: list[KVConnectorOutput | None]) -> ModelRunnerOutput:
         """Return the ranks' answers as vLLM's aggregator combines them. It writes into the first one."""
@@ -396,6 +417,11 @@ class Engine:
             )
             for answer in answers
         ]
+        if self._others:
+            for answer in answers:
+                if answer is not None and answer.kv_connector_worker_meta is not None:
+                    both = [None, answer.kv_connector_worker_meta][:: 1 if self._place else -1]
+                    answer.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(metadata=tuple(both))
         output = self._aggregator.aggregate(outputs) if self._aggregator is not None else outputs[0]  # type: ignore[arg-type]
         if output is None:
             raise RuntimeError("vLLM's aggregator dropped the output")
@@ -474,6 +500,7 @@ def _model() -> ModelConfig:
 def _vllm_config(shape: pl.Shape) -> VllmConfig:
     extra: dict[str, Any] = {
         "lookup_async": shape.lookup_delay_steps > 0,
+        "enable_lookup": shape.lookups,
         "save_decode_cache": shape.save_decode_cache,
         "on_invariant_violation": shape.on_invariant_violation,
         "max_inflight_store_jobs": shape.max_inflight_store_jobs,
@@ -500,19 +527,28 @@ def _vllm_config(shape: pl.Shape) -> VllmConfig:
             prefix_match_unit=shape.block_size if shape.layout == "states" else None,
         ),
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="SimulatedConnector",
-            kv_connector_module_path="tools.sim.engine",
-            kv_role=shape.role,  # type: ignore[arg-type]
-            kv_load_failure_policy=shape.policy,  # type: ignore[arg-type]
-            kv_connector_extra_config=extra,
-        ),
+        kv_transfer_config=KVTransferConfig(**_transfer(shape, extra)),
     )
     config.cache_config.num_gpu_blocks = shape.blocks
     if shape.layout == "states":
         config.cache_config.mamba_cache_mode = "align"
     config.parallel_config.world_size = shape.ranks
     return config
+
+
+def _transfer(shape: pl.Shape, extra: dict[str, Any]) -> dict[str, Any]:
+    common = {"kv_role": shape.role, "kv_load_failure_policy": shape.policy}
+    ours = {
+        "kv_connector": "SimulatedConnector",
+        "kv_connector_module_path": "tools.sim.engine",
+        "kv_connector_extra_config": extra,
+        **common,
+    }
+    if not shape.company:
+        return ours
+    other = {"kv_connector": "OtherConnector", "kv_connector_module_path": "tools.sim.company", **common}
+    children = [other, ours] if shape.company == "first" else [ours, other]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}, **common}
 
 
 def _block_tokens(shape: pl.Shape) -> int:

@@ -56,6 +56,8 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
         runner: vLLM's model runner, 1 or 2: it decides how resumed requests are told to the connector.
         reserve_prompt: a request is admitted only if its whole prompt fits, as is vLLM's default; else preemption is
             more frequent.
+        lookups: whether the store is asked for hits; without, a consumer that saves nothing only lends its memory.
+        company: where another connector stands beside the plugin, under vLLM's `MultiConnector`; empty for alone.
         lookup_delay_steps: steps until an asynchronous lookup answers; 0 for lookups that block.
     """
 
@@ -70,6 +72,8 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
     pipelined: bool = False
     runner: int = 1
     role: str = "kv_both"
+    lookups: bool = True
+    company: Literal["", "first", "second"] = ""
     policy: str = "recompute"
     save_decode_cache: bool = False
     lookup_delay_steps: int = 0
@@ -301,9 +305,11 @@ def _draw_shape(dice: Dice, ranks: Sequence[int]) -> Shape:
         max_batched_tokens=dice.pick((32, 64, 128, 256)),
         pipelined=dice.chance(0.35),
         runner=dice.pick((1, 2)),
-        role=dice.pick(("kv_both",) * 8 + ("kv_producer", "kv_consumer")),
+        role=dice.pick(("kv_both",) * 7 + ("kv_producer", "kv_consumer", "kv_consumer")),
         policy=dice.pick(("recompute", "recompute", "fail")),
         save_decode_cache=saves_decode,
+        lookups=dice.chance(0.95),
+        company=dice.pick(("first", "second")) if layout == "full" and dice.chance(0.25) else "",
         lookup_delay_steps=dice.pick((0, 0, 0, 2)),
         receivers=dice.pick((1, 1, 2)),
         on_invariant_violation=dice.pick(("raise", "quarantine")),

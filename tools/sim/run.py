@@ -164,12 +164,12 @@ class Run:
         scheduled = world.engine.executed
         batch = world.engine.schedule()
         if world.engine.executed > scheduled:
-            checks.scheduled(self._newest(batch).output.kv_connector_metadata)  # type: ignore[arg-type]
+            checks.scheduled(world.engine.metadata_of(self._newest(batch)))
         if batch is not None:
             self._finish(batch, decisions)
         elif world.engine.executed == scheduled:
             self._idle()
-        if self._ended == "violation":  # in the middle of an update, so the account of this step is not the book's
+        if str(self._ended) == "violation":  # in the middle of an update, so the account of this step is not the book's
             checks.check_events()
         else:
             checks.after_step()
@@ -192,9 +192,8 @@ class Run:
         lost = [decision for decision in decisions if isinstance(decision, pl.Lose)]
         down = {decision.rank for decision in lost if decision.way == "down"}
         up = {decision.rank for decision in lost if decision.way == "up"}
-        metadata = batch.output.kv_connector_metadata
-        for rank in sorted(down):
-            checks.lost_down(rank, metadata)  # type: ignore[arg-type]
+        for _ in down:
+            checks.lost_down(world.engine.metadata_of(batch))
         answers = world.engine.execute(batch, down, up)
         for rank in sorted(up):
             checks.lost_up(world.engine.unheard[rank])

@@ -225,7 +225,7 @@ class Rank:
             metadata = _delivered(metadata)
         self.worker.start_load_kv(metadata)
         thread = self.worker.kv_send_thread
-        if thread is None:
+        if thread is None or self.worker._capacity_only:
             return
         for req_meta in metadata.requests:
             if req_meta.can_save:
@@ -266,7 +266,7 @@ class Rank:
         worker.kv_role = shape.role
         worker.can_put = shape.role in ("kv_producer", "kv_both") or shape.save_decode_cache
         worker.load_async = True
-        worker._capacity_only = False
+        worker._capacity_only = shape.role == "kv_consumer" and not shape.lookups and not worker.can_put
         worker._is_hma_required = len(groups) > 1
         worker.hash_block_size = coordinator.hash_block_size
         worker.block_size = coordinator.lcm_block_size
