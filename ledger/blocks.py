@@ -40,6 +40,12 @@ def to_ranges(ids: Iterable[int]) -> Ranges:
     return tuple(runs)
 
 
+def spoken(numbers: Iterable[int]) -> str:
+    """Return numbers as a person writes them: `1-3, 7`."""
+    runs = to_ranges(numbers)
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 def from_ranges(ranges: Ranges) -> list[int]:
     """Return the block numbers of `ranges`, in order."""
     ids: list[int] = []

@@ -20,7 +20,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import transfers
-from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, to_ranges
+from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, spoken
 from ledger.errors import Refused
 from ledger.transfers import Recv, Send
 
@@ -281,7 +281,7 @@ class State:
             if rank in job.outcomes:
                 raise Refused("rank_reported_twice", f"rank {rank} had reported job {event.job} before")
             raise Refused(
-                "unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(job.ranks)} of job {event.job}"
+                "unexpected_rank", f"rank {rank} is not one of the ranks {spoken(job.ranks)} of job {event.job}"
             )
         job.waiting = tuple([other for other in job.waiting if other != rank])
         job.outcomes[rank] = event.outcome
@@ -289,7 +289,7 @@ class State:
     def _job_settled(self, event: ev.JobSettled) -> None:
         job = self._job(event.job)
         if job.waiting:
-            missing = to_ranges(job.waiting)
+            missing = spoken(job.waiting)
             raise Refused("settled_early", f"job {event.job} cannot settle while ranks {missing} have not reported")
         if job.settled:
             raise Refused("settled_twice", f"job {event.job} had settled before")
@@ -302,7 +302,7 @@ class State:
     def _blocks_freed(self, event: ev.BlocksFreed) -> None:
         job = self._job(event.job)
         if not job.settled:
-            missing = to_ranges(job.waiting)
+            missing = spoken(job.waiting)
             raise Refused(
                 "freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them"
             )
@@ -371,7 +371,7 @@ class State:
             if rank in load.outcomes:
                 raise Refused("rank_loaded_twice", f"rank {rank} had answered load {event.load} before")
             raise Refused(
-                "unexpected_rank", f"rank {rank} is not one of the ranks {to_ranges(load.ranks)} of load {event.load}"
+                "unexpected_rank", f"rank {rank} is not one of the ranks {spoken(load.ranks)} of load {event.load}"
             )
         load.waiting = tuple([other for other in load.waiting if other != rank])
         load.outcomes[rank] = event.outcome
@@ -385,7 +385,7 @@ class State:
     def _load_settled(self, event: ev.LoadSettled) -> None:
         load = self._load(event.load)
         if load.waiting and tuple(from_ranges(event.missing)) != load.waiting:
-            missing = to_ranges(load.waiting)
+            missing = spoken(load.waiting)
             raise Refused(
                 "load_settled_early", f"load {event.load} cannot settle while ranks {missing} may still write"
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 from ledger import events as ev
-from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, to_ranges
+from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, spoken, to_ranges
 from ledger.errors import Refused
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _all_reported(send: Send, event: ev.SendSettled | ev.SendExpired) -> None:
     if send.phase == "registered":
         raise Refused("sent_before_ready", f"transfer {event.transfer} cannot be over before it is ready")
     if send.waiting:
-        missing = to_ranges(send.waiting)
+        missing = spoken(send.waiting)
         raise Refused(
             "send_over_early", f"transfer {event.transfer} is not over while ranks {missing} may read its blocks"
         )
@@ -251,7 +251,7 @@ def _recv_settled(state: "State", event: ev.RecvSettled) -> None:
     _not_quarantined(recv, event)
     if recv.unnamed or recv.waiting:
         peers = ", ".join(f"{peer} for rank {rank}" for rank, peer in recv.waiting)
-        who = peers or f"the peers of ranks {to_ranges(recv.unnamed)}"
+        who = peers or f"the peers of ranks {spoken(recv.unnamed)}"
         raise Refused("recv_settled_early", f"transfer {event.transfer} cannot settle while {who} may still write")
     if (event.outcome == "failed") != recv.failed:
         said = "failed" if recv.failed else "did not fail"
