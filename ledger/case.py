@@ -16,7 +16,7 @@ import msgspec
 from ledger import events as ev
 from ledger.blast import BlastRadius, blast_radius
 from ledger.blocks import Blocks
-from ledger.errors import LedgerFileError
+from ledger.errors import LedgerFileError, NotInLog
 from ledger.files import refuse_existing, write_log
 from ledger.join import Step, join
 from ledger.minimize import MAX_EVENTS, Minimal, minimize
@@ -108,10 +108,16 @@ class Watch:
 
     Attributes:
         events: what was collected, in the order of the log.
+        known: which parts of the interest the log names: `request`, `job`, `block`.
+        jobs: the lowest and the highest store job that the log names.
+        blocks: the lowest and the highest block of the interest's group that it names.
     """
 
     def __init__(self, interest: Interest) -> None:
         self.events: list[ev.AnyEvent] = []
+        self.known: set[str] = set()
+        self.jobs: tuple[int, int] | None = None
+        self.blocks: tuple[int, int] | None = None
         self._interest = interest
         self._jobs: set[int] = set() if interest.job is None else {interest.job}
         self._loads: set[int] = set()
@@ -119,7 +125,27 @@ class Watch:
 
     def look(self, chunk: Sequence[ev.AnyEvent]) -> None:
         """Collect from some events in a row."""
+        for event in chunk:
+            self._note(event)
         self.events.extend([event for event in chunk if self._concerns(event)])
+
+    def _note(self, event: ev.AnyEvent) -> None:
+        """Note what there is to ask for: whoever asks for something else has mistyped it."""
+        interest = self._interest
+        if interest.request is not None and getattr(event, "request", None) == interest.request:
+            self.known.add("request")
+        job = getattr(event, "job", -1) if interest.job is not None else -1
+        if job >= 0:
+            self.jobs = _widened(self.jobs, job)
+            if job == interest.job:
+                self.known.add("job")
+        if interest.block is not None:
+            group, block = interest.block
+            for each, runs in getattr(event, "blocks", ()):
+                for run in runs if each == group else ():
+                    self.blocks = _widened(_widened(self.blocks, run[0]), run[1])
+                    if min(run) <= block <= max(run):
+                        self.known.add("block")
 
     def _concerns(self, event: ev.AnyEvent) -> bool:
         interest = self._interest
@@ -156,6 +182,36 @@ class Watch:
             return True
         job, load = getattr(event, "job", -1), getattr(event, "load", -1)
         return (job >= 0 and job in self._jobs) or (load >= 0 and load in self._loads)
+
+
+def _widened(span: tuple[int, int] | None, number: int) -> tuple[int, int]:
+    return (number, number) if span is None else (min(span[0], number), max(span[1], number))
+
+
+def _no_request(knows: str, request: str) -> str:
+    return f"{knows} request '{request}'; ids may be hashed (hash_request_ids)."
+
+
+def _check_known(interest: Interest, watches: Sequence[Watch], paths: Sequence[Path]) -> None:
+    """Refuse an interest of which a part is in none of the logs.
+
+    Raises:
+        NotInLog: one line that says which, and what there is.
+    """
+    parts = {"request": interest.request, "job": interest.job, "block": interest.block}
+    known = {part for watch in watches for part in watch.known}
+    name = next((name for name, value in parts.items() if value is not None and name not in known), "")
+    if not name:
+        return
+    knows = f"{paths[0]} knows no" if len(paths) == 1 else "none of the logs knows a"
+    if name == "request":
+        raise NotInLog(_no_request(knows, interest.request or ""))
+    spans = [span for watch in watches if (span := watch.jobs if name == "job" else watch.blocks) is not None]
+    has = f"{min(span[0] for span in spans)}-{max(span[1] for span in spans)}" if spans else "none"
+    if interest.block is not None and name == "block":
+        group, block = interest.block
+        raise NotInLog(f"{knows} block {group}:{block} (of group {group} it has {has}).")
+    raise NotInLog(f"{knows} job {interest.job} (it has {has}).")
 
 
 _REQUEST_KINDS = (ev.RequestPreempted, ev.RequestResumed, ev.RequestFinished, ev.RequestAborted)
@@ -220,9 +276,16 @@ def replay_files(
 
     Raises:
         LedgerFileError: a file cannot be read.
+        NotInLog: no log names what is of interest.
     """
     wanted = interest or Interest()
-    logs = [_replay_file(path, moment, wanted, progress) for path in paths]
+    watches = [Watch(wanted) for _ in paths] if wanted else []
+    logs = [
+        _replay_file(path, moment, watch, progress)
+        for path, watch in zip(paths, watches or [None] * len(paths), strict=True)
+    ]
+    if wanted:
+        _check_known(wanted, watches, paths)
     joined = join(
         [log.result for log in logs],
         [path.name for path in paths],
@@ -276,9 +339,8 @@ def read(log: LogFile, moment: Moment | None) -> Iterator[ev.AnyEvent]:
     return until(log.events(), last_ts_ns=moment.ts_ns(first.ts_ns) if first is not None else None)
 
 
-def _replay_file(path: Path, moment: Moment | None, interest: Interest, progress: Progress | None) -> LogResult:
+def _replay_file(path: Path, moment: Moment | None, watch: Watch | None, progress: Progress | None) -> LogResult:
     with open_log(path) as log:
-        watch = Watch(interest) if interest else None
         replay = Replay(watch=_watcher(path, log.last_seq, watch, progress))
         # How the log ends is asked first: a log that is closed while it is read is then read to that end all the same.
         ending = log.end
@@ -325,14 +387,18 @@ def lines_of(path: Path) -> Iterator[bytes]:
             yield b"\n".join([data for _, data in page.rows]) + b"\n"
 
 
-def ask_why(path: Path, request: str, moment: Moment | None = None, progress: Progress | None = None) -> Why | None:
-    """Return why a request of a log ended as it did; None if the log does not know it.
+def ask_why(path: Path, request: str, moment: Moment | None = None, progress: Progress | None = None) -> Why:
+    """Return why a request of a log ended as it did.
 
     Raises:
         LedgerFileError: the file cannot be read.
+        NotInLog: the log does not know the request.
     """
     log = replay_files([path], moment=moment, interest=Interest(request=request), progress=progress).logs[0]
-    return why(request, log.events_of_interest, log.result)
+    answer = why(request, log.events_of_interest, log.result)
+    if answer is None:
+        raise NotInLog(_no_request(f"{path} knows no", request))
+    return answer
 
 
 def ask_blame(path: Path, block: tuple[int, int], progress: Progress | None = None) -> list[Use]:
@@ -340,6 +406,7 @@ def ask_blame(path: Path, block: tuple[int, int], progress: Progress | None = No
 
     Raises:
         LedgerFileError: the file cannot be read.
+        NotInLog: the log does not name the block.
     """
     log = replay_files([path], interest=Interest(block=block), progress=progress).logs[0]
     return blame(log.events_of_interest)

@@ -8,6 +8,7 @@ traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -62,6 +63,8 @@ class BlockType(click.ParamType[tuple[int, int]]):
             self.fail(f"'{value}' is no block: write its group and number, e.g. 0:17", param, ctx)
 
 
+_DATE = "a date alone is the start of that day"
+
 FILE = click.Path(path_type=Path, readable=False)
 """A path as it is typed: the library says what is wrong with it, and with which status."""
 
@@ -79,9 +82,9 @@ def cli() -> None:
 @cli.command()
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as data.")
-@click.option("--until", "moment", type=MomentType(), help="Replay as far as that event or UTC time.")
+@click.option("--until", "moment", type=MomentType(), help=f"Replay as far as that event or UTC time; {_DATE}.")
 @click.option("--request", help="Only what concerns this request, with its time line.")
-@click.option("--job", type=int, help="Only what concerns this store job, with its time line.")
+@click.option("--job", type=click.IntRange(0), help="Only what concerns this store job, with its time line.")
 @click.option("--block", type=BlockType(), help="Only what concerns this block, with its time line.")
 @click.option("--check", is_flag=True, help="Compare the fold with each digest that the engine recorded.")
 def replay(
@@ -115,7 +118,7 @@ def replay(
 
 @cli.command()
 @click.argument("file", type=FILE)
-@click.option("--at", "moment", type=MomentType(), help="The event or UTC time; the end of the log if not given.")
+@click.option("--at", "moment", type=MomentType(), help=f"The event or UTC time; {_DATE}. The end of the log if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print the book as data.")
 def state(file: Path, moment: Moment | None, as_json: bool) -> int:
     """Print the book as it was at a moment: requests, jobs, loads, transfers, pins."""
@@ -133,7 +136,7 @@ def state(file: Path, moment: Moment | None, as_json: bool) -> int:
 @cli.command()
 @click.argument("file", type=FILE)
 @click.argument("request")
-@click.option("--until", "moment", type=MomentType(), help="Look as far as that event or UTC time.")
+@click.option("--until", "moment", type=MomentType(), help=f"Look as far as that event or UTC time; {_DATE}.")
 def why(file: Path, request: str, moment: Moment | None) -> int:
     """Say what led to the end of REQUEST, or to where it stands."""
     from ledger import report
@@ -141,8 +144,6 @@ def why(file: Path, request: str, moment: Moment | None) -> int:
 
     with _progress() as progress:
         answer = ask_why(file, request, moment, progress)
-    if answer is None:
-        raise click.UsageError(f"{file} knows no request '{request}'; ids may be hashed (hash_request_ids)")
     _print(report.why_lines(answer))
     return FOUND if answer.findings else OK
 
@@ -166,7 +167,10 @@ def blame(file: Path, block: tuple[int, int]) -> int:
 @click.argument("earlier", type=MomentType())
 @click.argument("later", type=MomentType())
 def diff(file: Path, earlier: Moment, later: Moment) -> int:
-    """Say what changed between two moments, each an event or a UTC time."""
+    """Say what changed between two moments, each an event or a UTC time.
+
+    A date alone is the start of that day.
+    """
     from ledger import report
     from ledger.case import ask_diff
 
@@ -177,7 +181,7 @@ def diff(file: Path, earlier: Moment, later: Moment) -> int:
 
 @cli.command("blast-radius")
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@click.option("--job", type=int, required=True, help="The store job whose KV is wrong.")
+@click.option("--job", type=click.IntRange(0), required=True, help="The store job whose KV is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as data.")
 def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
     """Say how far wrong KV has come: keys, requests that loaded them, and what those stored.
@@ -350,7 +354,8 @@ def demo() -> int:
     for file in files:
         case = replay_files([file])
         _print([f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case), ""])
-        _print(report.next_lines(case, _shown(file)))
+        command = f"  {_command()} "
+        _print(line.replace("  kvledger ", command, 1) for line in report.next_lines(case, _shown(file)))
     return OK
 
 
@@ -489,6 +494,14 @@ def _print_json(data: Any) -> None:
 def _tell_trials(progress: Progress, path: Path, trials: int, left: int) -> None:
     """Tell how far a search is of which nobody knows the length: by its trials."""
     progress(path, trials, 0)
+
+
+def _command() -> str:
+    """Return what to type for this command: its name if the shell finds it by that, else the path that it came by."""
+    own = Path(sys.argv[0])
+    if own.name != "kvledger" or shutil.which("kvledger"):
+        return "kvledger"
+    return _shown(own.absolute())
 
 
 def _shown(path: Path) -> str:

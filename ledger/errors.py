@@ -6,6 +6,7 @@
     ├── SettingsError        the configuration names what does not exist, or gives a value that cannot be
     ├── UnsupportedVersion   the vLLM or Mooncake in use lacks what the plugin extends
     ├── LedgerNotWritable    the audit log cannot be written where the settings say
+    ├── NotInLog             no log has the request, job or block that was asked for
     ├── KVTransferError      KV cache could not be moved; carries the stable code and what it concerns
     └── LedgerFileError      a file that was asked for cannot be read
         ├── FileMissing
@@ -60,6 +61,10 @@ class UnsupportedVersion(LedgerError):
 
 class LedgerNotWritable(LedgerError):
     """The audit log cannot be created at the configured path."""
+
+
+class NotInLog(LedgerError):
+    """No log has the request, job or block that was asked for. The message says what there is; status 2."""
 
 
 class KVTransferError(LedgerError):

@@ -284,9 +284,6 @@ def test_a_report_is_narrowed_to_a_request_a_job_or_a_block(bad: str, capsys: py
     for options in (["--request", "R"], ["--job", "0"], ["--block", "0:7"]):
         assert cli.run(["replay", bad, *options]) == 1
         assert "Time line: " in capsys.readouterr().out
-    for options in (["--request", "Q"], ["--job", "1"], ["--block", "1:7"]):
-        assert cli.run(["replay", bad, *options]) == 0
-        assert "Time line: 0 events" in capsys.readouterr().out
 
 
 def test_check_names_the_first_event_at_which_file_and_code_disagree(

@@ -269,8 +269,6 @@ def test_blame_prints_the_uses_of_a_block(files: dict[str, Path], capsys: pytest
     out = capsys.readouterr().out
     assert "owned    by request R, until event 6" in out
     assert "owned    by request R2, from event 8 on" in out
-    assert cli.run(["blame", str(files["s1"]), "0:99"]) == 0
-    assert "No job, load or transfer of this log names it." in capsys.readouterr().out
 
 
 def test_diff_prints_what_changed_in_either_order(files: dict[str, Path], capsys: pytest.CaptureFixture[str]):
@@ -302,6 +300,30 @@ def test_minimize_writes_a_log_that_can_be_replayed(
     assert cli.run(["minimize", str(files["s3"]), "--finding", "leak", "-o", str(target)]) == 2
     assert cli.run(["minimize", str(files["s3"]), "--finding", "poison", "-o", str(tmp_path / "other.db")]) == 2
     assert not (tmp_path / "other.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["replay", "--job", "999"], "knows no job 999 (it has 0-2)."),
+        (["replay", "--request", "nobody"], "knows no request 'nobody'; ids may be hashed"),
+        (["replay", "--request", "R", "--job", "999"], "knows no job 999"),
+        (["replay", "--block", "0:99"], "knows no block 0:99 (of group 0 it has "),
+        (["replay", "--block", "7:1"], "knows no block 7:1 (of group 7 it has none)."),
+        (["replay", "--job", "-1"], "'--job': -1 is not in the range x>=0"),
+        (["why", "nobody"], "knows no request 'nobody'"),
+        (["blame", "0:99"], "knows no block 0:99"),
+    ],
+)
+def test_what_is_nowhere_in_the_log_is_wrong_usage_and_not_good_news(
+    arguments: list[str], told: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    command, *rest = arguments
+    assert cli.run([command, str(files["s3"]), *rest]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err
+    assert captured.err.count("\n") == 1
 
 
 # --- what there is to judge -------------------------------------------------------------------------------------------
