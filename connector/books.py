@@ -24,7 +24,7 @@ from connector.evidence import EvidenceReceiver, evidence_address
 from ledger import __version__
 from ledger import events as ev
 from ledger.blocks import to_ranges
-from ledger.errors import InvariantViolation, Refused
+from ledger.errors import InvariantViolation, Refused, SettingsError
 from ledger.log import Log
 from ledger.settings import Settings
 from ledger.state import State
@@ -222,7 +222,9 @@ def open_books(
 
     Raises:
         LedgerNotWritable: the log cannot be created at `ledger_path`.
+        SettingsError: `failure_log` can be no file.
     """
+    _check_failure_log(settings.failure_log)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         raise ValueError("kvledger needs --kv-transfer-config")
@@ -245,6 +247,16 @@ def open_books(
     books.start(writer, receiver)
     logger.info("kvledger: audit log of this engine: %s", path)
     return books
+
+
+def _check_failure_log(path: str) -> None:
+    """Refuse at the start what would otherwise lose the first failure, hours later and in a worker."""
+    if not path:
+        return
+    if Path(path).is_dir():
+        raise SettingsError(f"failure_log: {path} is a folder. Name a file to append to.")
+    if not Path(path).absolute().parent.is_dir():
+        raise SettingsError(f"failure_log: the folder of {path} does not exist. Make it, or name another file.")
 
 
 def log_opened_fields(

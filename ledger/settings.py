@@ -6,6 +6,7 @@ here so that a misspelt key is an error and not silence. This file knows no vLLM
 
 import difflib
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +24,8 @@ class Setting(msgspec.Struct, frozen=True):
         unit: the unit of the value, empty when it has none.
         choices: the values allowed; empty when the type says all.
         minimum, maximum: bounds of a number, both included.
+        required: whether a text must not be empty.
+        schemes: what a text that is not empty must begin with, one of these.
     """
 
     name: str
@@ -32,10 +35,17 @@ class Setting(msgspec.Struct, frozen=True):
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    required: bool = False
+    schemes: tuple[str, ...] = ()
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("ledger_path", "kvledger-logs", "Folder of the audit logs; one file for each start of an engine."),
+    Setting(
+        "ledger_path",
+        "kvledger-logs",
+        "Folder of the audit logs; one file for each start of an engine.",
+        required=True,
+    ),
     Setting("hash_request_ids", False, "Write the first 16 hex digits of a request id's SHA-256 instead of the id."),
     Setting(
         "on_invariant_violation",
@@ -96,6 +106,7 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "Where workers send evidence to, e.g. `tcp://10.0.0.1:5600` when they run on several hosts. "
         "Empty: a socket file on this host.",
+        schemes=("tcp://", "ipc://"),
     ),
     Setting(
         "evidence_queue_events",
@@ -264,11 +275,10 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
 def _problem(row: Setting, value: Any) -> str:
     """Say what is wrong with a value; empty if nothing is."""
     kind = type(row.default)
-    fits = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else type(value) is kind
-    if not fits:
+    if not (_is_number(value) if kind is float else type(value) is kind):
         return f"{row.name} must be {_KIND_NAMES[kind]}, not {value!r}"
-    if row.choices and value not in row.choices:
-        return f"{row.name} must be one of {', '.join(row.choices)}, not {value!r}"
+    if isinstance(value, str):
+        return _problem_of_text(row, value)
     if row.minimum is not None and value < row.minimum:
         return f"{row.name} must be at least {row.minimum:g}, not {value!r}"
     if row.maximum is not None and value > row.maximum:
@@ -276,5 +286,28 @@ def _problem(row: Setting, value: Any) -> str:
     return ""
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value can be compared with bounds and stored: JSON's NaN, Infinity and 1e999 cannot."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _problem_of_text(row: Setting, value: str) -> str:
+    if row.choices and value not in row.choices:
+        return f"{row.name} must be one of {', '.join(row.choices)}, not {value!r}"
+    if row.required and not value:
+        return f"{row.name} must not be empty; leave it out for {row.default!r}"
+    if row.schemes and value:
+        if value in row.schemes:
+            return f"{row.name} names no place after {value!r}"
+        if not value.startswith(row.schemes):
+            return f"{row.name} must begin with {' or '.join(row.schemes)}, not {value!r}"
+    return ""
+
+
 _PLACES = ("ledger_path", "evidence_address")
-_KIND_NAMES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_KIND_NAMES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}

@@ -127,6 +127,10 @@ def settings_page() -> str:
             limits = f"{row.minimum:g} to {row.maximum:g}"
         elif row.minimum is not None:
             limits = f"at least {row.minimum:g}"
+        elif row.required:
+            limits = "not empty"
+        elif row.schemes:
+            limits = f"begins with {' or '.join(f'`{scheme}`' for scheme in row.schemes)}, or empty"
         unit = f" {row.unit}" if row.unit else ""
         rows.append((f"`{row.name}`", f"`{default}`{unit}" if default else "empty", limits, row.help))
     upstream = ", ".join(f"`{key}`" for key in sorted(ledger.settings.UPSTREAM_KEYS))
@@ -224,7 +228,8 @@ def readme() -> str:
         text=True,
         check=True,
     ).stdout
-    shown = shown.replace(f"{ROOT}/", "")
+    # As `make demo` shows it, whose command is not on the PATH.
+    shown = shown.replace(f"{ROOT}/", "").replace("\n  kvledger ", "\n  .venv-demo/bin/kvledger ")
     # The first finding of the first incident tells what a report is like; the whole is one `make demo` away.
     opening = "This is what"
     shown = opening + shown.split(opening)[1].rstrip()
