@@ -23,6 +23,7 @@ from ledger.minimize import MAX_EVENTS, Minimal, minimize
 from ledger.questions import Diff, Use, Why, blame, diff, why
 from ledger.reader import LogFile, open_log
 from ledger.replay import Replay, Result, until
+from ledger.seal import broken_seal
 from ledger.state import State
 from ledger.verdicts import Finding
 
@@ -61,7 +62,7 @@ class Moment(msgspec.Struct, frozen=True):
         time = self._time(first)
         if time is None:
             return None
-        if len(self.text) <= _LONGEST_TIME_OF_DAY and time < first - timedelta(hours=12):
+        if _TIME_OF_DAY.fullmatch(self.text) and time < first - timedelta(hours=12):
             time += timedelta(days=1)  # the log goes past midnight
         ts_ns = int(time.timestamp()) * 1_000_000_000 + time.microsecond * 1000
         # A moment is printed in milliseconds, so it means the whole of that millisecond.
@@ -81,7 +82,6 @@ class Moment(msgspec.Struct, frozen=True):
 _SEQ = re.compile(r"\d+")
 _OFFSET = re.compile(r"\+(\d+(?:\.\d+)?)([smh]?)")
 _TIME_OF_DAY = re.compile(r"\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
-_LONGEST_TIME_OF_DAY = len("14:03:05.123456789Z")
 
 
 class Interest(msgspec.Struct, frozen=True):
@@ -230,6 +230,7 @@ class LogResult(msgspec.Struct):
 
     Attributes:
         path: the file, as it was named.
+        broken_seal: in what the events of a sealed file first differ from those that were sealed; empty if in nothing.
         empty: whether the file holds no event, and its engine lives.
         events_of_interest: what was collected for the case's interest.
     """
@@ -239,6 +240,7 @@ class LogResult(msgspec.Struct):
     meta: dict[str, str]
     result: Result
     empty: bool = False
+    broken_seal: str = ""
     events_of_interest: list[ev.AnyEvent] = []
 
 
@@ -348,7 +350,8 @@ def _replay_file(path: Path, moment: Moment | None, watch: Watch | None, progres
         last_seq = replay.last_seq
         result = replay.result("as_of" if moment is not None and last_seq < log.last_seq else ending)
         empty = not last_seq and not log.last_seq
-        return LogResult(path, log.sealed, log.meta, result, empty, watch.events if watch else [])
+        broken = broken_seal(log) if log.sealed else ""
+        return LogResult(path, log.sealed, log.meta, result, empty, broken, watch.events if watch else [])
 
 
 def _watcher(path: Path, total: int, watch: Watch | None, progress: Progress | None) -> Any:

@@ -118,7 +118,9 @@ def replay(
 
 @cli.command()
 @click.argument("file", type=FILE)
-@click.option("--at", "moment", type=MomentType(), help=f"The event or UTC time; {_DATE}. The end of the log if not given.")
+@click.option(
+    "--at", "moment", type=MomentType(), help=f"The event or UTC time; {_DATE}. The end of the log if not given."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the book as data.")
 def state(file: Path, moment: Moment | None, as_json: bool) -> int:
     """Print the book as it was at a moment: requests, jobs, loads, transfers, pins."""

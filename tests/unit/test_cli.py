@@ -7,12 +7,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from ledger import __version__, cli
+from ledger.case import Moment
 from ledger.report import WIDTH
 from ledger.verdicts import PUBLIC_FIELDS
 from ledger.writer import Database
@@ -275,6 +277,18 @@ def test_until_shows_the_log_as_it_was_and_does_not_call_it_torn(bad: str, capsy
     assert "store job 0 of request R: open since event 4" in out
 
 
+def test_a_date_alone_is_the_start_of_that_day():
+    evening = datetime(2026, 1, 31, 20, tzinfo=UTC)
+    midnight = datetime(2026, 1, 31, tzinfo=UTC)
+    ts_ns = Moment("2026-01-31").ts_ns(int(evening.timestamp()) * 10**9)
+    assert ts_ns is not None
+    assert ts_ns // 10**9 == midnight.timestamp()
+    # A time of day, however, may lie past the midnight that the log goes through.
+    ts_ns = Moment("00:30").ts_ns(int(evening.timestamp()) * 10**9)
+    assert ts_ns is not None
+    assert ts_ns // 10**9 == midnight.timestamp() + 24.5 * 3600
+
+
 def test_until_beyond_the_end_is_the_whole_log(bad: str, capsys: pytest.CaptureFixture[str]):
     assert cli.run(["replay", bad, "--until", "100000"]) == 1
     assert "closed by the engine" in capsys.readouterr().out
@@ -447,6 +461,21 @@ def test_demo_ends_with_the_next_command_to_type(
     out = capsys.readouterr().out
     assert "1 finding: leak (proven)" in out
     assert f"kvledger replay {bad} --job 0" in out
+
+
+def test_demo_names_the_command_by_a_path_that_works_where_the_shell_does_not_find_it(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = tmp_path / "venv" / "bin" / "kvledger"
+    command.parent.mkdir(parents=True)
+    command.touch(mode=0o755)
+    monkeypatch.setattr("ledger.demo.incidents", lambda: [Path(bad)])
+    monkeypatch.setattr("sys.argv", [str(command)])
+    monkeypatch.chdir(tmp_path)
+    for path, typed in ((str(tmp_path), "venv/bin/kvledger"), (str(command.parent), "kvledger")):
+        monkeypatch.setenv("PATH", path)
+        assert cli.run(["demo"]) == 0
+        assert f"\n  {typed} replay bad.db --job 0\n" in capsys.readouterr().out
 
 
 def test_a_torn_log_is_told_from_a_live_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
