@@ -25,6 +25,10 @@ Each public incident is told as a log in `tests/incidents/`, with the finding it
 must stay silent. *Verdict* counts findings whose kind and certainty are right, and nothing else was found. *Culprit*
 counts those that also name the right jobs, ranks, blocks, requests and cause. *False alarms* counts findings in the
 healthy twin.
+
+These logs are scripted after the public reports, and what they must find was written by this project, beside the
+verdicts. So the table says that the verdicts still tell these stories; it is no estimate of how they do on an incident
+that nobody has seen yet. The ids are those of the list of sources that the corpus was made from, which has no S8.
 """
 
 
