@@ -83,7 +83,10 @@ def log_section(log: LogResult, index: int | None) -> Iterator[str]:
     """Yield what the log is."""
     result = log.result
     yield "Log" if index is None else f"Log {index + 1}"
-    yield from _row("File", f"{log.path}{' (sealed)' if log.sealed else ''}")
+    broken = f", but {log.broken_seal}: see kvledger verify" if log.broken_seal else ""
+    yield from _row("File", f"{log.path}{f' (sealed{broken})' if log.sealed else ''}")
+    if "minimized_from" in log.meta:
+        yield from _row("Minimized", f"from {log.meta['minimized_from']}: what its finding does not need is left out")
     opened = result.opened
     if opened is not None:
         connector = f", {opened.connector}" if opened.connector else ""
@@ -520,6 +523,8 @@ def _log_data(log: LogResult, findings: Sequence[int]) -> dict[str, Any]:
     return {
         "file": str(log.path),
         "sealed": log.sealed,
+        "broken_seal": log.broken_seal or None,
+        "minimized_from": log.meta.get("minimized_from"),
         "findings": list(findings),
         "engine": opened.engine if opened else None,
         "boot": opened.boot if opened else None,

@@ -1,5 +1,6 @@
 """Questions asked backwards: why, blame, diff, blast radius, and the smallest log that still has a finding."""
 
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from ledger.minimize import minimize
 from ledger.questions import blame, diff, why
 from ledger.reader import open_log
 from ledger.replay import replay
+from ledger.seal import seal
 from ledger.state import State
 from ledger.writer import Database
 from tests.incidents.corpus import INCIDENTS, keys
@@ -297,6 +299,9 @@ def test_minimize_writes_a_log_that_can_be_replayed(
     assert [finding.kind for _, finding in case.findings] == ["leak"]
     with open_log(target) as log:
         assert log.meta["minimized_from"] == "s3.db"
+    capsys.readouterr()
+    assert cli.run(["replay", str(target)]) == 1
+    assert "Minimized   from s3.db" in capsys.readouterr().out
     assert cli.run(["minimize", str(files["s3"]), "--finding", "leak", "-o", str(target)]) == 2
     assert cli.run(["minimize", str(files["s3"]), "--finding", "poison", "-o", str(tmp_path / "other.db")]) == 2
     assert not (tmp_path / "other.db").exists()
@@ -324,6 +329,22 @@ def test_what_is_nowhere_in_the_log_is_wrong_usage_and_not_good_news(
     assert captured.out == ""
     assert told in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_a_sealed_file_that_was_changed_is_not_called_sealed(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = seal(files["twin"], tmp_path / "sealed.db").target
+    assert cli.run(["replay", str(path)]) == 0
+    assert "(sealed)" in " ".join(capsys.readouterr().out.split())
+    connection = sqlite3.connect(path)
+    for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+        connection.execute(f"DROP TRIGGER {name}")
+    connection.execute('UPDATE events SET data = replace(data, \'"request":"R"\', \'"request":"Z"\')')
+    connection.commit()
+    connection.close()
+    cli.run(["replay", str(path)])
+    assert "is not the one that was sealed: see kvledger verify)" in " ".join(capsys.readouterr().out.split())
 
 
 # --- what there is to judge -------------------------------------------------------------------------------------------
