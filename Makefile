@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each makes its own environment, once.
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+# A file stays on one worker, since its tests share engines that take long to start.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
