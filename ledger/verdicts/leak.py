@@ -82,8 +82,8 @@ class Leak(Verdict):
             kind="leak",
             certainty=certain,
             title=(
-                f"{first.name}{more} of {words.request(first.request, first.generation)} {self._why(first)}; {held} "
-                "held"
+                f"{first.name}{more} of {words.request(first.request, first.generation)} {self._why(first, end)}; "
+                f"{held} held"
             ),
             since_seq=first.since_seq,
             requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
@@ -92,7 +92,7 @@ class Leak(Verdict):
             ranks=first.ranks,
             code=next((code for code in codes if code), None),
             culprit="; ".join(told),
-            advice=self._advice(first, bool(failed)),
+            advice=self._advice(first, bool(failed), end),
             lead_seq=min([event.seq for event in (failed or ended or violated)], default=first.since_seq),
             doubt=doubt,
             chain=tuple(evidence(first)),
@@ -100,15 +100,17 @@ class Leak(Verdict):
         )
 
     @staticmethod
-    def _why(first: Wait) -> str:
+    def _why(first: Wait, end: End) -> str:
         open_for = words.span(first.open_ns)
         if first.quarantined:
             return "is quarantined after a broken rule: its blocks stay held for good"
         if first.what == "send":
             return f"holds blocks for a decode engine that has not fetched them for {open_for}"
         if first.missing:
-            return f"never settled: {words.ranks(first.ranks)} did not report for {open_for}"
-        return f"never freed its blocks, although every rank has reported; open for {open_for}"
+            settled = "had not settled by then" if _goes_on(end) else "never settled"
+            return f"{settled}: {words.ranks(first.ranks)} did not report for {open_for}"
+        freed = "had not freed its blocks by then" if _goes_on(end) else "never freed its blocks"
+        return f"{freed}, although every rank has reported; open for {open_for}"
 
     @staticmethod
     def _told(first: Wait, violated: list[ev.InvariantViolated]) -> list[str]:
@@ -121,7 +123,7 @@ class Leak(Verdict):
         return [describe(view, first.name.removeprefix("store ")) for view in first.missing]
 
     @staticmethod
-    def _advice(first: Wait, failed: bool) -> str:
+    def _advice(first: Wait, failed: bool, end: End) -> str:
         if first.quarantined:
             return "Restart the engine when it can be spared, to get the blocks back; see the broken rule above."
         if first.what == "send":
@@ -131,6 +133,9 @@ class Leak(Verdict):
                 "Look at the engine's log at its last step: it stopped between settling the job and freeing its blocks."
             )
         where = f"the worker log of {words.ranks(first.ranks)}"
+        if _goes_on(end):
+            later = "Replay the log without --until" if end.how == "as_of" else "Replay the log again in a minute"
+            return f"{later}: the job may have settled since. If it has not, look at {where}."
         if failed:
             return (
                 f"Look at {where} at that time for the exception; only a restart of the engine gives the blocks back."
@@ -176,6 +181,11 @@ class Leak(Verdict):
             chain=(*first.chain, event),
             facts={"transfers": [each.event.transfer for each in self._expired]},
         )
+
+
+def _goes_on(end: End) -> bool:
+    """Return whether there is more to come after what was replayed, so that nothing can be said to be for ever."""
+    return end.how in ("live", "as_of")
 
 
 def _ready(chain: tuple[ev.Event, ...] | Chain) -> ev.SendReady | None:

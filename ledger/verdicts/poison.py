@@ -336,6 +336,7 @@ class Poison(Verdict):
         first, work = told[0], told[0].work
         blocks = tuple(sorted({block for hit in told for block in hit.blocks}))
         keys = list(dict.fromkeys(key for hit in told for key in hit.tainted_keys()))
+        stored = {key for hit in told if hit.finished is not None for key in hit.tainted_keys()}
         loads = [load for key in keys for load in self._loaders.get(key, ())]
         loaders = list(dict.fromkeys(load.request for load in loads if load.request))
         owners = list(dict.fromkeys(hit.grant.event.request for hit in told))
@@ -347,12 +348,14 @@ class Poison(Verdict):
         old = words.request(work.request, work.generation)
         which = words.blocks(_grouped(blocks))
         if reads:
-            stored = (
-                f": {words.plural(len(keys), 'key')} of {old} {'hold' if proven else 'may hold'} KV of another request"
-                if keys
-                else ""
-            )
-            title = f"{work.name} of {old} read blocks {which} after they had been given to {new}{stored}"
+            read = "read" if proven else "may have read"
+            title = f"{work.name} of {old} {read} blocks {which} after they had been given to {new}"
+            if stored:
+                hold = "hold" if proven else "may hold"
+                title += f": {words.plural(len(stored), 'key')} of {old} {hold} KV of another request"
+            if len(stored) < len(keys):
+                pending = words.plural(len(keys) - len(stored), "key")
+                title += f"; a put of {pending} has not returned, and may store KV of another request"
         else:
             wrote = "wrote" if proven else "may have written"
             title = f"{work.name} of {old} {wrote} into blocks {which} after they had been given to {new}"
@@ -385,6 +388,7 @@ class Poison(Verdict):
                         "new_owner": [hit.grant.event.request, hit.grant.event.generation],
                         "loaded_by": list(dict.fromkeys(load.request for load in self._loaders.get(key, ()))),
                         "certainty": "proven" if hit.is_proven(key) else "suspected",
+                        "returned": hit.finished is not None,
                         "removed": any(event.key == key and event.removed for event in hit.caught),
                     }
                     for hit in hits

@@ -56,6 +56,19 @@ def test_a_job_that_is_open_for_longer_is_a_stall_and_proven_when_the_log_was_cl
     assert kinds(replay(log.closes().events)) == ["stall proven"]
 
 
+@pytest.mark.parametrize("ending", ["live", "as_of"])
+def test_a_log_that_goes_on_is_not_said_to_leak_for_ever(ending: str):
+    log = Script(ranks=2, settings={"stall_suspect_s": "5.0"})
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.passes(6)
+    log.arrives("Q")
+    finding = only(replay(log.events, ending))
+    assert "had not settled by then" in finding.title
+    assert "restart" not in finding.advice
+    assert "Replay the log" in finding.advice
+
+
 def test_the_limit_is_that_of_the_engine():
     log = Script(ranks=2, settings={"stall_suspect_s": "5.0"})
     log.runs("R")
@@ -251,7 +264,24 @@ def test_a_put_that_begins_a_step_after_its_block_was_given_away_is_proven_poiso
 def test_a_put_in_the_same_step_may_have_read_before_the_new_owner_wrote():
     finding = only(replay(given_away(put_step=0).events))
     assert (finding.kind, finding.certainty) == ("poison", "suspected")
+    assert "may have read blocks" in finding.title
+    assert "may hold KV of another request" in finding.title
     assert "only the bytes would tell" in finding.doubt
+
+
+def test_keys_of_a_put_that_has_not_returned_are_not_said_to_be_stored():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.preempts("R")
+    log.takes_back("R", (5, 12))
+    log.gives("R2", (5, 8))
+    log.passes(0.1, steps=1)
+    log.put_begins(0, keys="abcdefgh")
+    log.steps(1)
+    finding = only(replay(log.events, "live"))
+    assert "a put of 4 keys has not returned, and may store" in finding.title
+    assert "hold KV" not in finding.title
 
 
 def test_a_put_that_was_open_when_its_block_was_given_away_is_suspected():
