@@ -208,7 +208,12 @@ class PullingWorker(MooncakeConnectorWorker):
         for pull_metas in reqs_to_recv.values():
             for meta in pull_metas.values():
                 self._open_pull(Pull(meta))
-        await super()._start_load_kv(reqs_to_recv)
+        try:
+            await super()._start_load_kv(reqs_to_recv)
+        except Exception as error:
+            logger.exception("kvledger: a step's transfers could not be begun")
+            for pull_metas in reqs_to_recv.values():
+                self._settle_unnamed(pull_metas, failures.of_exception(error, Stage.REGISTRATION))
 
     def _open_pull(self, pull: Pull) -> None:
         self._pulls[pull.request] = pull
@@ -286,9 +291,9 @@ class PullingWorker(MooncakeConnectorWorker):
         self.desk.tell(PeersReport(pull.request, pull.transfer, self.rank, peers, address))
         self.evidence.emit(
             ev.TransferStarted,
-            transfer=pull.transfer,
+            transfer=self._logged(pull.transfer),
             op="pull",
-            request=self._name(pull),
+            request=self._logged(pull.request),
             blocks=self._pull_blocks(pull),
         )
 
@@ -413,9 +418,9 @@ class PullingWorker(MooncakeConnectorWorker):
             del self._pulls[pull.request]
         self.evidence.emit(
             ev.TransferFinished,
-            transfer=pull.transfer,
+            transfer=self._logged(pull.transfer),
             op="pull",
-            request=self._name(pull),
+            request=self._logged(pull.request),
             outcome="failed" if pull.failed else "ok",
             duration_ns=time.monotonic_ns() - pull.started_ns,
             code=str(failure.code),
@@ -437,8 +442,8 @@ class PullingWorker(MooncakeConnectorWorker):
                 stage=Stage(failure.stage),
                 raw=failure.raw,
                 exception=failure.exception,
-                request=self._name(pull),
-                transfer=pull.transfer,
+                request=self._logged(pull.request),
+                transfer=self._logged(pull.transfer),
                 rank=self.rank,
                 blocks=self._pull_blocks(pull),
             ),
@@ -451,8 +456,9 @@ class PullingWorker(MooncakeConnectorWorker):
     def _pull_blocks(self, pull: Pull) -> Blocks:
         return without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
 
-    def _name(self, pull: Pull) -> str:
-        return hashed(pull.request) if self.private else pull.request
+    def _logged(self, identity: str) -> str:
+        """Return what stands in logs for the id of a request or a transfer."""
+        return hashed(identity) if self.private else identity
 
     # --- the watchdog -----------------------------------------------------------------------------------------------
 

@@ -198,26 +198,31 @@ class PushingWorker(MooncakeConnectorWorker):
         return result
 
     def _emit(self, kind: type[ev.TransferStarted | ev.TransferFinished], push: Push, peer: str, **fields: Any) -> None:
-        name = hashed(push.request) if self.private else push.request
-        self.evidence.emit(kind, transfer=push.transfer, op="push", request=name, peer=peer, **fields)
+        self.evidence.emit(kind, op="push", peer=peer, **self._ids(push), **fields)
 
     def _failed(self, sends: list[tuple[Push, SendBlockMeta]], failure: Failure, peer: str) -> None:
         """Note a failed push, and say it in a line. The blocks stay held."""
         for push, send_meta in sends:
             push.failure = failure
+            ids = self._ids(push)
             self.failures.report(
                 KVTransferError(
                     code=KVCacheErrorCode(failure.code),
                     stage=Stage(failure.stage),
                     raw=failure.raw,
                     exception=failure.exception,
-                    request=hashed(push.request) if self.private else push.request,
-                    transfer=push.transfer,
+                    request=ids["request"],
+                    transfer=ids["transfer"],
                     rank=self.rank,
                     blocks=self._push_blocks(send_meta),
                 ),
                 peer=peer,
             )
+
+    def _ids(self, push: Push) -> dict[str, str]:
+        """Return what stands in logs for a push's request and transfer."""
+        ids = {"request": push.request, "transfer": push.transfer}
+        return {what: hashed(identity) for what, identity in ids.items()} if self.private else ids
 
     def _push_blocks(self, send_meta: SendBlockMeta) -> Blocks:
         groups = send_meta.local_block_ids

@@ -162,7 +162,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
 
     def _register_send(self, request: Request) -> bool:
         """Register the send of a request. Return False if there can be none: another request has the transfer."""
-        name, transfer = self._name(request.request_id), _transfer_of(request)
+        name, transfer = self._name(request.request_id), self._transfer(_transfer_of(request))
         send = self._book.sends.get(name)
         if send is not None:
             return send.transfer == transfer  # it runs again after a preemption
@@ -182,7 +182,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             planned = self._reqs_need_send[request.request_id][1]
             ready = self.books.record(
                 ev.SendReady,
-                transfer=_transfer_of(request),
+                transfer=self._transfer(_transfer_of(request)),
                 request=name,
                 generation=generation_of(request),
                 blocks=self._by_group(planned),
@@ -234,7 +234,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     def _register_recv(self, request: Request, blocks: Blocks) -> bool:
         """Register a transfer that the workers will ask for. Return False if it cannot be told from an open one."""
         name, params = self._name(request.request_id), request.kv_transfer_params or {}
-        transfer = _transfer_of(request)
+        transfer = self._transfer(_transfer_of(request))
         if name in self._book.recvs:
             why = "this request has a transfer open already; the prefill's blocks stay held until they expire there"
             self._ignore("recv", why, transfer=transfer, request=name)
@@ -274,7 +274,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         known = (report.rank, report.peer) in recv.waiting or (not report.peer and report.rank in recv.unnamed)
         if not known and any((rank, peer) == (report.rank, report.peer) for rank, peer, _ in recv.outcomes):
             why = f"{report.peer or 'the search for peers'} had settled for this rank before"
-            self._ignore("recv", why, transfer=report.transfer, request=name, rank=report.rank, code=str(code))
+            self._ignore("recv", why, transfer=recv.transfer, request=name, rank=report.rank, code=str(code))
             return
         outcome = "failed" if code else "ok"
         self.books.record(ev.PeerSettled, **self._named(report), outcome=outcome)
@@ -351,25 +351,31 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     def _open(self, opened: Mapping[str, T], report: OfTransfer, what: str) -> T | None:
         """Return the open transfer that a report is of; None, and a record of it, if it is over."""
         name = self._name(report.request)
+        transfer = self._transfer(report.transfer)
         found = opened.get(name)
-        if found is not None and found.transfer == report.transfer:
+        if found is not None and found.transfer == transfer:
             return found
         failure: Failure = getattr(report, "failure", NO_FAILURE)
         why = "the transfer was over before"
-        self._ignore(what, why, transfer=report.transfer, request=name, rank=report.rank, code=str(failure.code))
+        self._ignore(what, why, transfer=transfer, request=name, rank=report.rank, code=str(failure.code))
         return None
 
     def _ignore(self, what: str, why: str, **about: Any) -> None:
         self.books.record(ev.ReportIgnored, what=what, why=why, **about)
 
     def _named(self, report: Report) -> dict[str, Any]:
-        """Return a report's fields as those of its event: the request by its name, a failure by its parts."""
+        """Return a report's fields as those of its event: ids by their names in the log, a failure by its parts."""
         fields = report._asdict()
         fields["request"] = self._name(report.request)
+        fields["transfer"] = self._transfer(report.transfer)
         failure = fields.pop("failure", None)
         if failure is not None:
             fields.update({part: str(value) for part, value in failure._asdict().items()})
         return fields
+
+    def _transfer(self, transfer: str) -> str:
+        """Return what stands in the log for a transfer id: routers make it of the request's own."""
+        return self._name(transfer) if transfer else ""
 
     def _by_group(self, groups: Sequence[list[int]]) -> Blocks:
         named: Iterable[GroupIds] = zip(self._groups, groups, strict=True) if groups else ()

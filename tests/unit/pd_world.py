@@ -198,10 +198,10 @@ def pulls(bootstrap: str, requests: dict[str, list[list[int]]], engine: str = EN
 class Prefill(Worker):
     """A prefill's worker, with a bootstrap server of its own."""
 
-    def __init__(self, groups: int = 1, **extra: Any) -> None:
+    def __init__(self, groups: int = 1, role: str = "kv_producer", **extra: Any) -> None:
         self.port = free_port()
         os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(self.port)
-        super().__init__("kv_producer", ENGINE, groups, **extra)
+        super().__init__(role, ENGINE, groups, **extra)
 
     @property
     def bootstrap(self) -> str:

@@ -11,8 +11,9 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
+from connector.pd_connector import device_zero_without_accelerator
 from connector.pd_reports import PeerReport, PushReport, SentReport
-from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status
+from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status, pulls
 
 BLOCKS = [[3, 4, 5]]
 
@@ -244,3 +245,25 @@ def test_the_worker_ends_while_a_decode_waits(prefill: Prefill, asker: Asker) ->
     prefill.close()
     assert not prefill.worker.sender_loop.is_running()
     assert isinstance(prefill.worker.sender_loop, asyncio.AbstractEventLoop)
+
+
+def test_one_worker_may_be_both_sides(world: contextlib.ExitStack) -> None:
+    both = Prefill(role="kv_both")
+    world.callback(both.close)
+    (layer,) = both.caches
+    both.caches[layer][3:6] = torch.arange(3, 6, dtype=torch.bfloat16)[:, None]
+    both.send({"p-r": []})
+    both.send({"p-r": BLOCKS})
+    both.step(pulls(both.bootstrap, {"r": [[7, 8, 9]]}))
+    both.until(lambda: both.finished and both.sent)
+    assert torch.equal(both.caches[layer][7:10], both.caches[layer][3:6])
+
+
+def test_without_an_accelerator_torch_is_answered_for_only_while_the_worker_is_built() -> None:
+    asked = torch.accelerator.current_device_index
+    with device_zero_without_accelerator():
+        assert torch.accelerator.current_device_index() == 0
+    assert torch.accelerator.current_device_index is asked
+    with pytest.raises(ZeroDivisionError), device_zero_without_accelerator():
+        raise ZeroDivisionError
+    assert torch.accelerator.current_device_index is asked

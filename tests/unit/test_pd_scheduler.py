@@ -349,9 +349,45 @@ def test_hashed_request_ids_stand_in_the_log_and_vllm_gets_its_own(make: Make) -
     request = waiting(engine)
     engine.told(settled(), recved={"r"})
     assert all(event.request != "r" for event in engine.events if hasattr(event, "request"))
+    assert all(event.transfer != "t-r" for event in engine.events if hasattr(event, "transfer"))
     while not request.is_finished():
         engine.step()
     engine.all_is_back()
+
+
+ORDERS = [["recved", "sent"], ["sent", "recved"], ["both"]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_request_that_is_sent_and_received_is_freed_once_and_last(make: Make, order: list[str]) -> None:
+    """A request that was aborted with both open: told of both, vLLM ends at the second."""
+    engine = make("kv_both")
+    request = waiting(engine)
+    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    # vLLM's own Mooncake connector does not let both be open; other ways to them are one hook away.
+    books, blocks = engine.connector.books, engine.state.book.recvs["r"].blocks
+    books.record(ev.SendRegistered, transfer="t-out", request="r", generation=1, ranks=((0, 0),))
+    books.record(ev.SendReady, transfer="t-out", request="r", generation=1, blocks=blocks)
+    received, sent = settled(), SentReport("r", "t-out", 0, "sent", 1)
+    for what in order:
+        assert engine.pool.get_num_free_blocks() < engine.free
+        if what == "both":
+            engine.told(received, sent, recved={"r"}, sent={"r"})
+        elif what == "sent":
+            engine.told(sent, sent={"r"})
+        else:
+            engine.told(received, recved={"r"})
+    assert request.is_finished()
+    engine.all_is_back()
+
+
+def test_a_transfer_that_is_open_for_long_is_suspected_once(make: Make) -> None:
+    engine = make("kv_both", extra={"stall_suspect_s": 0.0})
+    waiting(engine)
+    for _ in range(200):
+        engine.step()
+    (suspected,) = engine.of(ev.StallSuspected)
+    assert (suspected.transfer, suspected.request, suspected.missing) == ("t-r", "r", ((0, 0),))
 
 
 # --- the prefill ----------------------------------------------------------------------------------------------------
