@@ -76,7 +76,7 @@ def why(request: str, events: Sequence[ev.AnyEvent], result: Result) -> Why | No
         answer = f"request {request} is {record.state} at the end of the log; its last event is {waited} before that"
     else:
         answer = f"request {request} is named, and the log does not have its end"
-    return Why(request, answer, tuple(_because(events, turns, result, request)), turns, findings)
+    return Why(request, answer, tuple(_because(events, turns, result, request, findings)), turns, findings)
 
 
 def _is_failure(event: ev.AnyEvent) -> bool:
@@ -88,7 +88,11 @@ def _is_failure(event: ev.AnyEvent) -> bool:
 
 
 def _because(
-    events: Sequence[ev.AnyEvent], turns: Sequence[ev.AnyEvent], result: Result, request: str
+    events: Sequence[ev.AnyEvent],
+    turns: Sequence[ev.AnyEvent],
+    result: Result,
+    request: str,
+    findings: Sequence[Finding],
 ) -> Iterator[str]:
     book = result.state.book
     load = book.loads.get(book.loading.get(request, -1))
@@ -99,15 +103,25 @@ def _because(
     if recv is not None:
         ranks = recv.missing_ranks()
         yield f"its transfer {recv.transfer} is open since event {recv.since_seq} and waits for {words.ranks(ranks)}"
+    still_open: list[str] = []
     for number, job in book.jobs.items():
         if job.request == request:
             waits = f"waits for {words.ranks(job.waiting)}" if job.waiting else "has settled and was not freed"
-            yield f"its store job {number} is open since event {job.since_seq} and {waits}"
+            line = f"store job {number} is open since event {job.since_seq} and {waits}"
+            if request in book.requests:
+                yield f"its {line}"
+            else:
+                still_open.append(f"still open because of it, and not why it ended: {line}")
     for event in reversed(turns):
         yield f"event {event.seq}: {words.describe(event)}"
     preemptions = sum(isinstance(event, ev.RequestPreempted) for event in events)
     if not turns and load is None and recv is None and not preemptions:
-        yield "nothing went wrong with it that this log shows"
+        kinds = list(dict.fromkeys(finding.kind for finding in findings))
+        if kinds:
+            yield f"no event of its own shows why; it is named by the findings below: {', '.join(kinds)}"
+        else:
+            yield "nothing went wrong with it that this log shows"
+    yield from still_open
 
 
 # --- blame ------------------------------------------------------------------------------------------------------------
