@@ -297,6 +297,33 @@ def replay_files(
     return Case(logs, wanted, findings, joined.transfers)
 
 
+def distinct(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Return the files that are logs of their own, and a line for each that is left out.
+
+    A log and a copy of it have the same engine and boot. The longest is used, or the first of equals: a log that is
+    joined with itself would show each transfer twice.
+
+    Raises:
+        LedgerFileError: a file cannot be read.
+    """
+    if len(paths) < 2:
+        return list(paths), []
+    used: dict[tuple[str, ...], tuple[Path, int]] = {}
+    notes: list[str] = []
+    for path in paths:
+        with open_log(path) as log:
+            engine, boot, last_seq = log.meta.get("engine", ""), log.meta.get("boot", ""), log.last_seq
+        key = (engine, boot) if boot else (str(path.resolve()),)
+        other = used.get(key)
+        if other is None:
+            used[key] = path, last_seq
+            continue
+        left, kept = (path, other[0]) if last_seq <= other[1] else (other[0], path)
+        used[key] = kept, max(last_seq, other[1])
+        notes.append(f"{left} is left out: it is the log that {kept} is, of the same engine and boot")
+    return [path for path, _ in used.values()], notes
+
+
 def in_time(logs: Sequence[LogResult], findings: list[tuple[int, Finding]]) -> list[tuple[int, Finding]]:
     """Return the findings of several logs in one order: each log keeps its own, and wall clocks place them.
 

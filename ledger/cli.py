@@ -106,8 +106,9 @@ def replay(
     from ledger.case import replay_files
 
     interest = Interest(request, job, block)
+    logs = _distinct(files)
     with _progress() as progress:
-        case = replay_files(files, moment=moment, interest=interest, progress=progress)
+        case = replay_files(logs, moment=moment, interest=interest, progress=progress)
     if as_json:
         _print_json(report.data(case))
     else:
@@ -193,11 +194,12 @@ def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
     from ledger import report
     from ledger.case import ask_blast_radius
 
+    logs = _distinct(files)
     with _progress() as progress:
-        radius = ask_blast_radius(files, job, progress)
+        radius = ask_blast_radius(logs, job, progress)
     if radius is None:
         raise click.UsageError(f"none of the files has a store job {job}")
-    names = [str(file) for file in files]
+    names = [str(file) for file in logs]
     if as_json:
         _print_json(report.radius_data(radius, names))
     else:
@@ -491,6 +493,16 @@ def _print_json(data: Any) -> None:
     import msgspec
 
     _print_text(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+
+
+def _distinct(files: tuple[Path, ...]) -> list[Path]:
+    """Return the files without those that are one and the same log, and say so."""
+    from ledger.case import distinct
+
+    logs, notes = distinct(files)
+    for note in notes:
+        _complain(note, OK)
+    return logs
 
 
 def _tell_trials(progress: Progress, path: Path, trials: int, left: int) -> None:

@@ -391,8 +391,10 @@ class Script:
 
 def save(events: Sequence[ev.AnyEvent], path: Path) -> Path:
     """Write events as a log that kvledger reads, and return its path."""
+    opened = next((event for event in events if isinstance(event, ev.LogOpened)), None)
+    names = {"engine": opened.engine, "boot": opened.boot} if opened is not None else {"engine": "script"}
     database = Database(path)
-    database.create({"engine": "script", "boot": "script", "flush_interval_ms": "50"})
+    database.create({**names, "flush_interval_ms": "50"})
     database.append(_ENCODER.encode(list(events)))
     database.close()
     return path

@@ -71,6 +71,19 @@ def test_why_of_a_request_that_went_well_says_so():
     assert why("Q", [], replay(log.events)) is None
 
 
+def test_why_of_a_request_that_ended_does_not_take_its_open_job_for_the_cause():
+    log = Script(ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.finishes("R")
+    log.passes(61, steps=100)
+    answer = why("R", about(log, Interest(request="R")), replay(log.closes().events))
+    assert answer is not None
+    assert answer.findings
+    assert "nothing went wrong" not in " ".join(answer.because)
+    assert answer.because[-1].startswith("still open because of it, and not why it ended: store job 0 is open")
+
+
 # --- blame ------------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +274,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 def test_why_ends_with_1_when_there_are_findings(files: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     assert cli.run(["why", str(files["s3"]), "R"]) == 1
-    assert "its store job 2 is open" in capsys.readouterr().out
+    assert "store job 2 is open" in capsys.readouterr().out
     assert cli.run(["why", str(files["twin"]), "R"]) == 0
     assert cli.run(["why", str(files["twin"]), "nobody"]) == 2
 
@@ -345,6 +358,19 @@ def test_a_sealed_file_that_was_changed_is_not_called_sealed(
     connection.close()
     cli.run(["replay", str(path)])
     assert "is not the one that was sealed: see kvledger verify)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_log_that_is_given_twice_is_used_once(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    copy = seal(files["twin"], tmp_path / "sealed.db").target
+    for again in (files["twin"], copy):
+        cli.run(["replay", str(files["twin"]), str(again)])
+        captured = capsys.readouterr()
+        assert captured.err == (
+            f"kvledger: {again} is left out: it is the log that {files['twin']} is, of the same engine and boot\n"
+        )
+        assert "Log 2" not in captured.out
 
 
 # --- what there is to judge -------------------------------------------------------------------------------------------
