@@ -182,6 +182,9 @@ def _tell_coverage(results: list[Any]) -> None:
     seen = Counter[str]()
     for result in results:
         seen.update(result.seen)
+    codes = {what: seen.pop(what) for what in list(seen) if what.startswith("faults: code ")}
+    if codes:
+        seen[f"faults: code ({len(codes)} of {len(pl.CODES)} codes)"] = sum(codes.values())
     print("\nWhat happened:")
     for what, count in sorted(seen.items()):
         print(f"  {count:>10,}  {what}")

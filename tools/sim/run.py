@@ -132,7 +132,7 @@ class Run:
         for step in range(LAST_STEP):
             if checks.is_settled() and not world.engine.queue and not self._has_more():
                 break
-            if step == PATIENCE_STEPS and any(checks.leftovers()):
+            if step == PATIENCE_STEPS and (any(checks.leftovers()) or self._is_starved()):
                 world.client.give_up()
             self._tick()
             if self._over():
@@ -141,6 +141,25 @@ class Run:
         checks.at_the_end()
         if checks.broken is None:
             world.engine.books.log.append(ev.LogClosed)
+
+    def _is_starved(self) -> bool:
+        """Whether vLLM's scheduler is stuck by itself: nothing is open or runs, and requests hold all blocks and wait.
+
+        vLLM 0.32 and 0.33 admit asynchronous loads of models with a sliding window by too low an estimate of what they
+        still need, so that several of them may fill the pool and wait for each other. No connector can help it, so it
+        is counted and clients give up. With one KV-cache group it must not happen.
+        """
+        scheduler, checks = self.world.engine.scheduler, self.world.checks
+        starved = (
+            self._plan.shape.layout in ("window", "window2")
+            and bool(scheduler.kv_holding_waiting)
+            and not scheduler.running
+            and not checks.jobs
+            and not checks.loads
+        )
+        if starved:
+            checks.count("engines starved by vLLM's own estimate")
+        return starved
 
     def _has_more(self) -> bool:
         """Whether vLLM wants another step although nothing is open: it still has to tell its workers who finished."""

@@ -48,7 +48,7 @@ class Faults:
 
     Attributes:
         active: False once faults have stopped.
-        hits: how many calls were struck, by fault.
+        hits: how many calls were struck, by fault; failed calls by code.
     """
 
     def __init__(self, plan: pl.Plan, clock: Clock) -> None:
@@ -79,7 +79,8 @@ class Faults:
             return None
         fault = self._calls.get((call, request, rank, nth))
         if fault is not None:
-            self.hits[fault.fault] = self.hits.get(fault.fault, 0) + 1
+            what = f"code {fault.value}" if fault.fault == "code" else fault.fault
+            self.hits[what] = self.hits.get(what, 0) + 1
             if fault.fault == "twice":
                 self._twice[counted] = None
         return fault
