@@ -47,6 +47,7 @@ class Truth(msgspec.Struct):
         jobs, loads: what was open at the end for long enough; the loads by request.
         open_jobs, open_loads: all that was open at the end.
         poisoned: keys that were stored with the KV of another prefix.
+        waiting: requests that had not ended.
         gave_away: whether blocks were given up while somebody might use them.
     """
 
@@ -60,6 +61,7 @@ class Truth(msgspec.Struct):
     late_answers: int
     failed_loads: int
     gave_away: bool
+    waiting: list[str]
     faults: list[str]
 
 
@@ -135,6 +137,7 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
         # A mistake that swallows a broken report leaves nothing in the log to find: what counts is what was recorded.
         broken_reports=sum(isinstance(event, ev.InvariantViolated) for event in events),
         late_answers=sum(isinstance(event, ev.ReportIgnored) for event in events),
+        waiting=sorted(run.world.engine.scheduler.requests),
         gave_away=canary_name == "first-failure" or bool(wrong_owner),
         failed_loads=sum(isinstance(event, ev.LoadSettled) and event.outcome == "failed" for event in events),
         faults=sorted({type(each).__name__.lower() for each in plan.decisions} - {"arrive", "abort", "reset"}),
@@ -195,6 +198,8 @@ def _explained(finding: Any, truth: Truth) -> bool:
         case "leak" | "stall" | "missing_ranks":
             if finding.jobs:
                 return set(finding.jobs) <= set(truth.open_jobs)
+            if finding.since_seq and not finding.ranks and not finding.blocks:
+                return set(finding.requests) <= set(truth.waiting)
             return bool(set(finding.requests) & set(truth.open_loads))
         case "poison":
             keys = {entry["key"] for entry in finding.facts.get("tainted", ()) if entry["certainty"] == "proven"}
