@@ -150,8 +150,8 @@ class Stall(Verdict):
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
             culprit=(
-                "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it could "
-                "wait for"
+                "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
+                "could wait for"
             ),
             advice="Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
