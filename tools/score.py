@@ -198,9 +198,9 @@ def _explained(finding: Any, truth: Truth) -> bool:  # noqa: PLR0911 - one line 
         case "leak" | "stall" | "missing_ranks":
             if finding.jobs:
                 return set(finding.jobs) <= set(truth.open_jobs)
-            if finding.since_seq and not finding.ranks and not finding.blocks:
-                return set(finding.requests) <= set(truth.waiting)
-            return bool(set(finding.requests) & set(truth.open_loads))
+            nothing_open = not finding.ranks and not finding.blocks
+            there = truth.waiting if nothing_open else truth.open_loads
+            return not set(there).isdisjoint(finding.requests)
         case "poison":
             keys = {entry["key"] for entry in finding.facts.get("tainted", ()) if entry["certainty"] == "proven"}
             return keys <= set(truth.poisoned)
