@@ -107,12 +107,12 @@ def _tell(results: list[Any], plans: list[pl.Plan], options: argparse.Namespace,
     _tell_coverage(results)
     _tell_slowest(results)
     steps = sum(result.steps for result in results)
-    busy_s = sum(result.seconds for result in results)
+    cpu_s = sum(result.cpu_s for result in results)
     ended = Counter(result.ended for result in results)
     digest = hashlib.sha256("".join(result.digest for result in results).encode()).hexdigest()[:16]
     print(
-        f"\n{len(results):,} seeds of {options.steps} steps, {steps:,} engine steps, {steps / max(busy_s, 1e-9):,.0f} "
-        f"steps/s in a process, {elapsed_s:.1f} s in {options.jobs} of them. Ended: "
+        f"\n{len(results):,} seeds of {options.steps} steps, {steps:,} engine steps, {steps / max(cpu_s, 1e-9):,.0f} "
+        f"steps per second of one processor, {elapsed_s:.1f} s for {options.jobs} processes. Ended: "
         + ", ".join(f"{count:,} {how}" for how, count in ended.most_common())
         + f". Digest of all logs: {digest}."
     )
@@ -192,8 +192,8 @@ def _tell_coverage(results: list[Any]) -> None:
 
 def _tell_slowest(results: list[Any]) -> None:
     print(f"\nThe slowest {SLOWEST} seeds:")
-    for result in sorted(results, key=lambda result: -result.seconds)[:SLOWEST]:
-        took_ms = result.seconds * 1000
+    for result in sorted(results, key=lambda result: -result.cpu_s)[:SLOWEST]:
+        took_ms = result.cpu_s * 1000
         print(f"  seed {result.seed:>6}  {took_ms:>7.0f} ms  {result.steps:>6,} steps  {result.events:>7,} events")
 
 

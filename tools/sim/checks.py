@@ -154,6 +154,7 @@ class Checks:
         self._only = only
         self._settled_loads: dict[str, int] = {}
         self._tails: dict[int, None] = {}
+        self._lost_elsewhere: dict[str, None] = {}
         self._epochs = [0] * shape.blocks
 
     def bind(self, scheduler: Scheduler, log: Log, feed: "Feed") -> None:
@@ -345,6 +346,9 @@ class Checks:
         for answered in _reports(answer).loads:
             for load in self.loads.values():
                 load.lost = load.lost or load.load == answered.load
+        for request in sorted(answer.finished_recving or ()):
+            if request not in self.loads:
+                self._lost_elsewhere[request] = None  # it was a load of another connector
         self.count("messages lost")
 
     def delivered(self, answers: Sequence[KVConnectorOutput | None]) -> None:
@@ -496,7 +500,8 @@ class Checks:
     def is_settled(self) -> bool:
         """Return whether nothing is open but what can never settle."""
         jobs, loads = self.leftovers()
-        return self.jobs.keys() == jobs and self.loads.keys() == loads and self.scheduler.requests.keys() == loads
+        waiting = self.scheduler.requests.keys() - self._lost_elsewhere.keys()
+        return self.jobs.keys() == jobs and self.loads.keys() == loads and waiting == loads
 
     def at_the_end(self) -> None:
         """Check that everything settled, once faults have stopped and time was given."""
@@ -509,12 +514,13 @@ class Checks:
         if self.loads.keys() != loads or book.loading.keys() != loads:
             left_loads, booked_loads = sorted(self.loads.keys() - loads), sorted(book.loading.keys() - loads)
             self.fail("unsettled", f"loads are open, in fact: {left_loads}, in the book: {booked_loads}")
-        waiting = self.scheduler.requests.keys() - loads
+        lost = loads | (self._lost_elsewhere.keys() & self.scheduler.requests.keys())
+        waiting = self.scheduler.requests.keys() - lost
         if waiting:
             states = {name: self.scheduler.requests[name].status.name for name in sorted(waiting)}
             self.fail("unsettled", f"requests do not end: {states}")
         held = {block for number in jobs for block in self.jobs[number].blocks}
-        for request in loads:
+        for request in lost:
             for manager in self._managers:
                 held.update(block.block_id for block in manager.req_to_blocks.get(request, ()))
         held.discard(0)
@@ -523,7 +529,7 @@ class Checks:
             self.fail(
                 "unsettled", f"{free} of {total} blocks are free, and {len(held)} are held for what can never settle"
             )
-        if not jobs and not loads and self.scheduler.has_requests():
+        if not jobs and not lost and self.scheduler.has_requests():
             self.fail("unsettled", "nothing is open, and the engine would step on for ever")
 
 

@@ -249,7 +249,13 @@ class Rank:
         self.worker._reports.add_job(JobReport(job, self.number, "stored"))
 
     def report_load(self, load: int, request: str) -> None:
-        """Report a load out of turn, to the books and to vLLM, as a broken worker would."""
+        """Report a load out of turn, to the books and to vLLM, as a broken worker would.
+
+        Not beside another connector: vLLM counts answers by request, and one that is not ours would be counted for a
+        load that is not ours either. The plugin keeps the request waiting then, which is safe and cannot settle.
+        """
+        if self._place.shape.company:
+            return
         self.worker._reports.add_load(LoadReport(load, self.number, "loaded"))
         upstream.KVTransferThread.set_finished_request(self.worker.kv_recv_threads[0], request)
 
