@@ -12,6 +12,7 @@ compat.require(compat.STORE)
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
@@ -65,6 +66,9 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
         self.build_connector_meta = scheduler.build_connector_meta
         self.has_pending_push_work = scheduler.has_pending_push_work
         self.on_new_request = scheduler.on_new_request
+        if not scheduler.enable_kv_events:  # upstream's facade only collects those
+            self.update_connector_output = scheduler.update_connector_output
+            self.take_events = _no_events
 
     @property
     def _half(self) -> LedgerStoreScheduler:
@@ -101,3 +105,7 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
         books = getattr(self, "books", None)
         if books is not None:
             books.close()
+
+
+def _no_events() -> tuple[KVCacheEvent, ...]:
+    return ()

@@ -52,6 +52,10 @@ GroupIds = tuple[int, list[int]]
 """A KV-cache group and block numbers in it."""
 
 _NO_LOADS: dict[str, int] = {}
+
+# Upstream's parts of the two hooks that run in every step. Named, because `super()` is looked up anew at each call.
+_LOOK_UP = MooncakeStoreScheduler.get_num_new_matched_tokens
+_PLAN = MooncakeStoreScheduler.build_connector_meta
 _NOBODY: frozenset[str] = frozenset()
 
 
@@ -163,19 +167,16 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look the request up in the store; see vLLM's base class for what is returned."""
-        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = _LOOK_UP(self, request, num_computed_tokens)
         hit_tokens = answer[0]
         record = self._book.requests.get(self._name(request.request_id))
-        if record is not None and record.failed_loads and hit_tokens:
+        if record is None or (record.looked_up == (hit_tokens, num_computed_tokens) and not record.failed_loads):
+            return answer  # a waiting request is asked for in every step, and mostly nothing has changed
+        if record.failed_loads and hit_tokens:
             instead = self._instead_of_a_hit(request, record, num_computed_tokens, hit_tokens)
             if instead is not None:
                 return instead
-        if (
-            record is not None
-            and hit_tokens is not None
-            and record.looked_up != (hit_tokens, num_computed_tokens)
-            and self.enable_lookup
-        ):
+        if hit_tokens is not None and record.looked_up != (hit_tokens, num_computed_tokens) and self.enable_lookup:
             self.books.record(
                 ev.LookupAnswered,
                 request=self._name(request.request_id),
@@ -274,7 +275,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             metadata = self._plan_past_the_gone(scheduler_output)
         else:
-            metadata = super().build_connector_meta(scheduler_output)
+            metadata = _PLAN(self, scheduler_output)
         attach(metadata, log.step, self._register_loads(metadata) if book.loads else _NO_LOADS)
         return metadata
 
@@ -494,6 +495,8 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Book the reports of a step; free the blocks of each job that every rank has finished."""
         metadata = connector_output.kv_connector_worker_meta
+        if metadata is None:  # first, because asking an abstract class for its instances is what costs most here
+            return
         if isinstance(metadata, LedgerWorkerMetadata):
             for report in metadata.jobs:
                 self._rank_completed(report)

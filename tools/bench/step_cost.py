@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from connector.worker_meta import JobReport
+from ledger import events as ev
 from tools.plain_scheduler import OURS, UPSTREAM, PlainScheduler, jobs_of
 
 TURN_STEPS = 50
@@ -92,6 +93,17 @@ def compare(steps: int) -> tuple[float, float, int]:
     return result
 
 
+def fill(side: Side, length: int) -> None:
+    """Let a side's log grow to `length` events: requests that come and go. The writer keeps up."""
+    books = side.plain.connector.books
+    while side.events < length:
+        for number in range(500):
+            books.record(ev.RequestQueued, request=f"filler-{number}", generation=1)
+            books.record(ev.RequestAborted, request=f"filler-{number}", generation=1, was="queued")
+        while books.log.queued_events > 5_000:
+            time.sleep(0.005)
+
+
 def growth(lengths: list[int]) -> None:
     """Print the cost of a step of ours, relative to upstream's measured beside it, at each length of the log."""
     upstream, ours = Side(UPSTREAM), Side(OURS)
@@ -100,8 +112,7 @@ def growth(lengths: list[int]) -> None:
     gc.collect()
     gc.freeze()
     for length in lengths:
-        while ours.events < length:
-            ours.turn()
+        fill(ours, length)
         for side in (upstream, ours):
             side.cpu_ns = side.steps = 0
         for turn in range(100):
