@@ -192,7 +192,7 @@ def score(seed: int, steps: int, canary_name: str) -> Score:
     )
 
 
-def _explained(finding: Any, truth: Truth) -> bool:  # noqa: PLR0911 - one line for each kind
+def _explained(finding: Any, truth: Truth) -> bool:
     """Return whether something in the truth is what a finding says."""
     match finding.kind:
         case "leak" | "stall" | "missing_ranks":
