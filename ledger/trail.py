@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from ledger import events as ev
+from ledger.blocks import Blocks
 from ledger.state import State
 
 Chain: TypeAlias = list[ev.Event]
@@ -23,8 +24,21 @@ KEPT_EVENTS_PER_REQUEST = 200
 """A request that is preempted for ever must not fill memory: its first event and its newest ones are kept."""
 
 
-KEPT_ENDED_JOBS = 1024
-"""Jobs whose request is remembered after they ended, for reports that come late."""
+KEPT_OVER = 1024
+"""Jobs and loads that are remembered after they ended, for reports and evidence that come late."""
+
+
+class Over(msgspec.Struct, frozen=True):
+    """A job or load that has ended.
+
+    Attributes:
+        event: the event that ended it: for a job, when its blocks were freed.
+        blocks: the blocks of a load; those of a job stand in `event`.
+    """
+
+    request: str
+    event: ev.JobSettled | ev.BlocksFreed | ev.LoadSettled
+    blocks: Blocks = ()
 
 
 class Trail:
@@ -40,6 +54,7 @@ class Trail:
         requests: by request id, from the first event that names it until it ends.
         answered: by rank, the last event by which that rank answered a job or a load.
         reported: by rank, its last report of a store job.
+        over: the jobs and loads that ended last, by `("job" or "load", id)`.
         opened: the log's first event, if the log has it.
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
@@ -59,7 +74,7 @@ class Trail:
         self.closed: ev.LogClosed | None = None
         self.gaps: list[ev.Gap] = []
         self._restored_seq = 0
-        self._ended_jobs: dict[int, str] = {}
+        self.over: dict[tuple[str, int], Over] = {}
         self._owners: dict[int, str] = {}
 
     @property
@@ -111,7 +126,8 @@ class Trail:
 
     def request_of_ended_job(self, job: int) -> str:
         """Return the request of a job that ended not long ago; empty if it is not known any more."""
-        return self._ended_jobs.get(job, "")
+        over = self.over.get(("job", job))
+        return over.request if over is not None else ""
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -165,22 +181,26 @@ class Trail:
         if event.job in self.state.book.jobs:
             self.jobs[event.job].append(event)
         else:
-            self._job_ended(event.job)
+            self._job_ended(event)
 
     def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
-        self._job_ended(event.job)
+        self._job_ended(event)
 
-    def _job_ended(self, job: int) -> None:
+    def _job_ended(self, event: ev.JobSettled | ev.BlocksFreed) -> None:
+        job = event.job
         del self.jobs[job]
         request = self._owners.pop(job)
         jobs = self.jobs_of[request]
         jobs.remove(job)
         if not jobs:
             del self.jobs_of[request]
-        ended = self._ended_jobs
-        ended[job] = request
-        if len(ended) > KEPT_ENDED_JOBS:
-            del ended[next(iter(ended))]
+        self._note_over(("job", job), Over(request, event))
+
+    def _note_over(self, key: tuple[str, int], what: "Over") -> None:
+        over = self.over
+        over[key] = what
+        if len(over) > KEPT_OVER:
+            del over[next(iter(over))]
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +217,10 @@ class Trail:
         self.answered[event.rank] = event
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
-        del self.loads[event.load]
+        chain = self.loads.pop(event.load)
+        planned = chain[0] if chain else None
+        if isinstance(planned, ev.LoadPlanned):
+            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks))
 
     # --- P/D transfers ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ engine died. With `--write`, the table goes to docs/score-simulator.md. It takes
 import argparse
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -40,6 +41,10 @@ CASES = (
 )
 
 
+_READ_FOR_JOB = re.compile(r"reads block \d+ for (?:job (\d+))")
+"""What the simulator says of a put that touches a block of somebody else."""
+
+
 class Truth(msgspec.Struct):
     """What a run did, as the simulator knows it.
 
@@ -48,6 +53,7 @@ class Truth(msgspec.Struct):
         open_jobs, open_loads: all that was open at the end.
         poisoned: keys that were stored with the KV of another prefix.
         waiting: requests that had not ended.
+        misread: store jobs for which a rank read a block that had been given to somebody else.
         gave_away: whether blocks were given up while somebody might use them.
     """
 
@@ -60,6 +66,7 @@ class Truth(msgspec.Struct):
     broken_reports: int
     late_answers: int
     failed_loads: int
+    misread: list[int]
     gave_away: bool
     waiting: list[str]
     faults: list[str]
@@ -137,8 +144,9 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
         # A mistake that swallows a broken report leaves nothing in the log to find: what counts is what was recorded.
         broken_reports=sum(isinstance(event, ev.InvariantViolated) for event in events),
         late_answers=sum(isinstance(event, ev.ReportIgnored) for event in events),
+        misread=sorted({int(job) for detail in wrong_owner for job in _READ_FOR_JOB.findall(detail)}),
         waiting=sorted(run.world.engine.scheduler.requests),
-        gave_away=canary_name == "first-failure" or bool(wrong_owner),
+        gave_away=canary_name in ("first-failure", "by-request") or bool(wrong_owner),
         failed_loads=sum(isinstance(event, ev.LoadSettled) and event.outcome == "failed" for event in events),
         faults=sorted({type(each).__name__.lower() for each in plan.decisions} - {"arrive", "abort", "reset"}),
     )
@@ -202,8 +210,9 @@ def _explained(finding: Any, truth: Truth) -> bool:
             there = truth.waiting if nothing_open else truth.open_loads
             return not set(there).isdisjoint(finding.requests)
         case "poison":
-            keys = {entry["key"] for entry in finding.facts.get("tainted", ()) if entry["certainty"] == "proven"}
-            return keys <= set(truth.poisoned)
+            # By ownership: the block was another's when it was read. What that one had written may be the very same
+            # KV, if both share the prefix up to there.
+            return not set(finding.jobs) or set(finding.jobs) <= set(truth.misread) or finding.certainty != "proven"
         case "over_report" | "stale_completion" | "double_free":
             return truth.broken_reports > 0 or finding.kind == "stale_completion"
         case "late_event":

@@ -2,6 +2,7 @@
 
     a rule      a job or load was settled or freed while ranks had not answered
     a grant     blocks of a load or recv were given to somebody while ranks may still write into them
+    a call      a rank was still inside a call for a job or load that was over
     a start     a request ran on blocks into which ranks of its own load may still write
 
 What comes of it, if the blocks are given away meanwhile, is `poison`.
@@ -25,7 +26,7 @@ KEPT_RELEASES = 200
 
 
 class _Released(msgspec.Struct, frozen=True):
-    event: ev.BlocksAllocated | ev.RequestScheduled | ev.RequestResumed
+    event: ev.BlocksAllocated | ev.RequestScheduled | ev.RequestResumed | ev.TransferStarted | ev.TransferFinished
     what: str
     request: str
     began: int
@@ -69,6 +70,32 @@ class EarlyFree(RuleVerdict):
                 recv.missing_ranks(),
                 self.trail.recvs[request],
             )
+
+    def _called(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
+        """A call began or ended; the job or load that it is for must not have been over.
+
+        Evidence comes in late, so it is the step that the worker was told of, and its clock, that count.
+        """
+        if event.job >= 0:
+            key = ("job", event.job)
+        elif event.load >= 0:
+            key = ("load", event.load)
+        else:
+            return
+        over = self.trail.over.get(key)
+        if over is None or event.step <= over.event.step or event.ts_ns <= over.event.ts_ns:
+            return
+        what = f"{'store job' if key[0] == 'job' else 'load'} {key[1]}"
+        if what not in self._told and len(self._released) < KEPT_RELEASES:
+            self._told.add(what)
+            blocks = over.event.blocks if isinstance(over.event, ev.BlocksFreed) else over.blocks
+            self._released.append(
+                _Released(
+                    event, what, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), (over.event,)
+                )
+            )
+
+    on_transfer_started = on_transfer_finished = _called
 
     def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
         """A request runs; a load or recv of its own, given to the workers in an earlier step, must be over."""
@@ -136,6 +163,11 @@ class EarlyFree(RuleVerdict):
                 how = f"were given to request {each.event.request} while {ranks} may still write into them"
                 title = f"{blocks} of {each.what} of request {each.request} {how}"
                 culprit = f"the scheduler freed the blocks of {each.what} before every rank had settled"
+            elif isinstance(each.event, ev.TransferStarted | ev.TransferFinished):
+                verb = "began" if isinstance(each.event, ev.TransferStarted) else "ended"
+                call = f"{each.event.op} {each.event.transfer}"
+                title = f"rank {each.event.rank}'s {call} {verb} after {each.what} of request {each.request} was over"
+                culprit = f"the scheduler counted {each.what} as done on rank {each.event.rank} before it was"
             else:
                 title = f"request {each.request} went on while {ranks} may still write into its {blocks} ({each.what})"
                 culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
@@ -145,8 +177,9 @@ class EarlyFree(RuleVerdict):
                 certainty="proven",
                 title=title,
                 since_seq=each.event.seq,
-                requests=tuple(dict.fromkeys([each.request, each.event.request])),
-                blocks=each.blocks,
+                requests=tuple(name for name in dict.fromkeys([each.request, each.event.request]) if name),
+                jobs=(each.event.job,) if getattr(each.event, "job", -1) >= 0 else (),  # type: ignore[attr-defined]
+                blocks=tuple(sorted(each.blocks)),
                 ranks=each.waiting,
                 culprit=culprit,
                 advice=self.advice,

@@ -415,6 +415,28 @@ def test_a_get_that_goes_on_into_blocks_of_a_new_owner_is_poison_of_that_one():
     assert result.findings[1].requests == ("R", "R2")
 
 
+def outlived(*, steps: int) -> Script:
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    call = log.put_begins(0, keys="abcdefgh")
+    log.reports(0)
+    log.passes(0.1, steps=steps)
+    log.ends(call)
+    log.finishes("R")
+    return log.closes()
+
+
+def test_a_call_that_ends_steps_after_its_job_was_over_shows_that_the_blocks_were_freed_early():
+    finding = only(replay(outlived(steps=2).events))
+    assert (finding.kind, finding.certainty, finding.jobs) == ("early_free", "proven", (0,))
+    assert finding.blocks == tuple((0, block) for block in range(5, 13))
+
+
+def test_evidence_of_the_step_in_which_the_job_ended_proves_nothing():
+    assert replay(outlived(steps=0).events).findings == []
+
+
 def test_a_load_that_is_done_within_its_step_is_not_early():
     log = Script()
     log.arrives("R")
