@@ -1,0 +1,160 @@
+"""The way of evidence from workers to the engine process, over real ZeroMQ sockets: order, losses, goodbyes."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from connector.evidence import EvidenceReceiver, EvidenceSender
+from ledger import events as ev
+from ledger.log import Log
+from ledger.state import State
+
+WAIT_S = 20.0
+
+
+def transfer(number: int, rank: int = 0) -> ev.TransferStarted:
+    return ev.TransferStarted(0, 1, 1, f"rank {rank}", 3, transfer=f"{rank}-{number}", rank=rank, op="put", job=number)
+
+
+class Host:
+    """A log with a receiver, as an engine process has them."""
+
+    def __init__(self, address: str, ranks: int = 1) -> None:
+        self.log = Log(State())
+        self.gone = threading.Event()
+        self.receiver = EvidenceReceiver(self.log, address, ranks, self.gone.set)
+
+    def events(self) -> list[ev.AnyEvent]:
+        """Stop receiving and return what has come."""
+        self.receiver.close(WAIT_S)
+        return self.log.drain(1_000_000)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "ipc":
+        return f"ipc://{tmp_path}/evidence"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def sender() -> Iterator[Callable[..., EvidenceSender]]:
+    made: list[EvidenceSender] = []
+
+    def make(address: str, rank: int = 0, limit_events: int = 100_000) -> EvidenceSender:
+        made.append(EvidenceSender(address, f"rank {rank}", limit_events))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close(0.0)
+
+
+def test_evidence_arrives_in_order_and_gets_its_place_in_the_log(
+    address: str, sender: Callable[..., EvidenceSender]
+) -> None:
+    host = Host(address)
+    host.receiver.start()
+    worker = sender(address)
+    for number in range(2_000):
+        worker.emit(transfer(number))
+    worker.close(WAIT_S)
+    assert host.gone.wait(WAIT_S)
+    events = host.events()
+    assert [event.job for event in events] == list(range(2_000))
+    assert [event.seq for event in events] == list(range(1, 2_001))
+    assert {event.source for event in events} == {"rank 0"}
+
+
+def test_a_worker_may_start_before_the_engine_process_listens(
+    address: str, sender: Callable[..., EvidenceSender]
+) -> None:
+    worker = sender(address)
+    host = Host(address)
+    host.receiver.start()
+    worker.emit(transfer(7))
+    worker.close(WAIT_S)
+    assert host.gone.wait(WAIT_S)
+    assert [event.job for event in host.events() if isinstance(event, ev.TransferStarted)] == [7]
+
+
+def test_what_a_full_queue_loses_is_counted_and_becomes_a_gap(
+    address: str, sender: Callable[..., EvidenceSender]
+) -> None:
+    worker = sender(address, limit_events=100)  # nobody listens yet, so the queue fills
+    for number in range(1_000):
+        worker.emit(transfer(number))
+    host = Host(address)
+    host.receiver.start()
+    worker.close(WAIT_S)
+    assert host.gone.wait(WAIT_S)
+    events = host.events()
+    lost = sum(event.dropped for event in events if isinstance(event, ev.Gap))
+    assert lost >= 800
+    assert lost + sum(isinstance(event, ev.TransferStarted) for event in events) == 1_000
+    assert {event.origin for event in events if isinstance(event, ev.Gap)} == {"rank 0"}
+
+
+def test_emitting_without_an_engine_process_neither_blocks_nor_raises(
+    address: str, sender: Callable[..., EvidenceSender]
+) -> None:
+    worker = sender(address, limit_events=10)
+    for number in range(10_000):
+        worker.emit(transfer(number))
+
+
+def test_the_log_is_closed_only_when_every_worker_has_said_goodbye(
+    address: str, sender: Callable[..., EvidenceSender]
+) -> None:
+    host = Host(address, ranks=2)
+    host.receiver.start()
+    first, second = sender(address, 0), sender(address, 1)
+    first.emit(transfer(1, 0))
+    first.close(WAIT_S)
+    assert not host.gone.is_set()
+    second.close(WAIT_S)
+    assert host.gone.wait(WAIT_S)
+    host.receiver.close(WAIT_S)
+
+
+def test_a_worker_that_ends_by_an_error_says_no_goodbye(address: str, sender: Callable[..., EvidenceSender]) -> None:
+    host = Host(address)
+    host.receiver.start()
+    worker = sender(address)
+    worker.emit(transfer(1))
+    try:
+        worker.emit(None.no_such_thing)  # type: ignore[attr-defined]
+    except AttributeError:
+        worker.close(WAIT_S)
+    assert [event.job for event in host.events()] == [1]
+    assert not host.gone.is_set()
+
+
+def test_an_address_in_use_costs_the_evidence_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        host = Host(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        host.receiver.start()
+        (gap,) = host.events()
+    assert isinstance(gap, ev.Gap)
+    assert "evidence cannot be received" in gap.reason
+    assert "Set evidence_address" in caplog.text
+
+
+def test_a_message_that_cannot_be_read_is_a_gap(address: str) -> None:
+    import zmq
+
+    host = Host(address)
+    host.receiver.start()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(address)
+        stranger.send(b"not evidence")
+    (gap,) = host.events()
+    assert isinstance(gap, ev.Gap)
+    assert "could not be read" in gap.reason
