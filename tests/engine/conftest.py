@@ -71,7 +71,7 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     return run
 
 
-def run_scenario(module: str, name: str, folder: Path) -> dict[str, Any]:
+def run_scenario(module: str, name: str, folder: Path, timeout_s: float = SCENARIO_TIMEOUT_S) -> dict[str, Any]:
     """Run `python -m module name folder` and return the result that it wrote."""
     output = folder / "output.txt"
     with output.open("wb") as stream:
@@ -83,7 +83,7 @@ def run_scenario(module: str, name: str, folder: Path) -> dict[str, Any]:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
         try:
-            status = process.wait(SCENARIO_TIMEOUT_S)
+            status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait(30)

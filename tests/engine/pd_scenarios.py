@@ -17,7 +17,7 @@ from ledger import events as ev
 from tests.engine.machine import cpu_environment, free_port
 from tests.engine.pd_engines import GATE, HOLD_TIMEOUT_S, Engine
 
-SETTLE_TIMEOUT_S = 20.0
+SETTLE_TIMEOUT_S = 60.0
 """What a case may take until every block is back, on both sides: far beyond any timeout that is set here."""
 
 
@@ -193,6 +193,8 @@ def failures(folder: Path) -> dict[str, Any]:
 def ranks(folder: Path) -> dict[str, Any]:
     """A prefill of two ranks, a decode of two, and a decode of one that needs both ranks of the prefill."""
     pair = Pair(folder)
+    # The first forward of two ranks takes seconds, in which they do not answer.
+    pair.environment["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(3 * HOLD_TIMEOUT_S)
     pair.environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     engines = {"P": pair.engine("P", "kv_producer", tensor_parallel_size=2)}
     engines["D2"] = pair.engine("D2", "kv_consumer", tensor_parallel_size=2)
@@ -204,11 +206,12 @@ def ranks(folder: Path) -> dict[str, Any]:
             engine.ready()
         reference = engines["P"].call("generate", prompt(0), None, 4)["tokens"]
         for name in ("D1", "D2"):
-            for case in ("good", "never"):
-                transfer = f"{case}-{name}"
-                if case == "good":
-                    engines["P"].call("generate", prompt(0), push(transfer), 1)
-                cases[transfer] = engines[name].call("generate", prompt(0), pair.pull(transfer), 4)
+            engines["P"].call("generate", prompt(0), push(f"good-{name}"), 1)
+            cases[f"good-{name}"] = engines[name].call("generate", prompt(0), pair.pull(f"good-{name}"), 4)
+        for name in ("D1", "D2"):
+            engines[name].begin("generate", prompt(0), pair.pull(f"never-{name}"), 4)
+        for name in ("D1", "D2"):
+            cases[f"never-{name}"] = engines[name].end()
         for engine in engines.values():
             engine.call("settle", SETTLE_TIMEOUT_S)
     finally:

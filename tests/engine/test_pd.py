@@ -11,6 +11,11 @@ from ledger.reader import open_log
 from ledger.verdicts import Finding
 from tests.engine.conftest import Fold, fold, run_scenario
 
+SCENARIO_TIMEOUT_S = 500
+"""Four engines have to start: about a minute on two cores of their own, many times that on a machine that is busy."""
+
+pytestmark = pytest.mark.timeout(SCENARIO_TIMEOUT_S + 60)
+
 POLICIES = ("fail", "recompute")
 
 
@@ -46,7 +51,7 @@ class Run(NamedTuple):
 
 def run_of(scenario: str, folder: Path) -> Run:
     """Run a scenario and read what it left."""
-    result = run_scenario("tests.engine.pd_scenarios", scenario, folder)
+    result = run_scenario("tests.engine.pd_scenarios", scenario, folder, SCENARIO_TIMEOUT_S)
     events = {}
     for engine, path in result["logs"].items():
         with open_log(Path(path)) as log:
