@@ -67,7 +67,6 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
         self.has_pending_push_work = scheduler.has_pending_push_work
         self.on_new_request = scheduler.on_new_request
         if not scheduler.enable_kv_events:  # upstream's facade only collects those
-            self.update_connector_output = scheduler.update_connector_output
             self.take_events = _no_events
 
     @property
