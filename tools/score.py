@@ -163,7 +163,7 @@ def score(seed: int, steps: int, canary_name: str) -> Score:
     findings = result.findings
     held = [finding for finding in findings if finding.kind in ("leak", "stall", "missing_ranks")]
     named_jobs = {job for finding in held for job in finding.jobs}
-    named_loads = {request for finding in held if not finding.jobs for request in finding.requests}
+    named_loads = {request for finding in held for request in finding.requests}
     tainted = {entry["key"] for finding in findings for entry in finding.facts.get("tainted", ())}
     for job in {job for finding in findings if finding.kind == "poison" for job in finding.jobs}:
         radius = blast_radius([events.__iter__], job)

@@ -98,9 +98,11 @@ class _Hit(msgspec.Struct):
     @property
     def overwritten(self) -> bool:
         """Whether the new owner's first forward pass lay before the call."""
-        written = self.grant.written
+        written, finished = self.grant.written, self.finished
+        failed = finished is not None and finished.outcome in ("failed", "raised")
         return (
             written is not None
+            and not failed  # a call that failed may never have touched the block
             and self.started.step > written.step
             and self.started.ts_ns > written.ts_ns
             and self.grant.event.request != self.work.request
@@ -466,6 +468,8 @@ class Poison(Verdict):
 
     @staticmethod
     def _doubt(hit: _Hit) -> str:
+        if hit.finished is not None and hit.finished.outcome in ("failed", "raised"):
+            return "the call failed, and whether it had touched the block by then is not recorded"
         if hit.grant.event.request == hit.work.request:
             return "both owners are lives of one request, whose KV may be the same; only the bytes would tell"
         if hit.started.seq < hit.grant.event.seq:
