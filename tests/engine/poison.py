@@ -29,6 +29,8 @@ from tests.engine.machine import cpu_environment, greedy, make_llm, mooncake_mas
 from tests.engine.scenarios import prompts, settle, tokens_of
 
 PUT_DELAY_S = 0.6
+POISONING_DELAY_S = 1.5
+"""Longer than a busy machine takes to give a preempted request's blocks to another one."""
 SMALL_POOL = 36
 LARGE_POOL = 400
 REQUESTS = 8
@@ -136,7 +138,7 @@ def wait_for_jobs(folder: Path, timeout_s: float = 90.0) -> None:
 
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "clean": lambda folder: run(folder, "ObservedConnector", LARGE_POOL, 0.0),
-    "poisoned": lambda folder: run(folder, "UnpinnedConnector", SMALL_POOL, PUT_DELAY_S),
+    "poisoned": lambda folder: run(folder, "UnpinnedConnector", SMALL_POOL, POISONING_DELAY_S),
     "pinned": lambda folder: run(folder, "ObservedConnector", SMALL_POOL, PUT_DELAY_S),
     "guarded": lambda folder: run(
         folder,

@@ -31,7 +31,7 @@ def poison_run(tmp_path_factory: pytest.TempPathFactory) -> PoisonRun:
     def run(name: str) -> Run:
         if name not in runs:
             folder = tmp_path_factory.mktemp(name)
-            runs[name] = Run(run_scenario("tests.engine.poison", name, folder), folder)
+            runs[name] = Run(run_scenario("tests.engine.poison", name, folder, timeout_s=700), folder)
         return runs[name]
 
     return run
