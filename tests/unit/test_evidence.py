@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ class Host:
         self.gone = threading.Event()
         self.receiver = EvidenceReceiver(self.log, address, ranks, self.gone.set)
 
-    def events(self) -> list[ev.AnyEvent]:
+    def events(self) -> list[Any]:
         """Stop receiving and return what has come."""
         self.receiver.close(WAIT_S)
         return self.log.drain(1_000_000)
