@@ -230,7 +230,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--faults", type=_faults, default=FAULTS, help=f"all (the default), none, or some of {','.join(FAULTS)}"
     )
-    parser.add_argument("--canary", default="", choices=["", *_canary_names()], help="switch a known mistake on")
+    parser.add_argument("--canary", default="", choices=["", *pl.CANARIES], help="switch a known mistake on")
     parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes (one for each core)")
     parser.add_argument(
         "--save", type=Path, help="write the log of the first seed that fails, or of the last: .db or .jsonl"
@@ -246,10 +246,6 @@ def _options() -> argparse.Namespace:
     if options.plan is not None and not options.plan.is_file():
         parser.error(f"{options.plan} is not a file")
     return options
-
-
-def _canary_names() -> list[str]:
-    return ["pins-off", "by-request", "silent-exception", "first-failure", "first-rank"]
 
 
 def _positive(text: str) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tools.sim import plan as pl
 from tools.sim.canaries import CANARIES
 from tools.sim.run import Run
 
@@ -14,3 +15,7 @@ def test_a_known_mistake_is_found_within_200_seeds(canary):
             assert result.broken.kind in canary.finds
             return
     pytest.fail(f"{canary.what}: not found")
+
+
+def test_the_command_line_knows_every_canary():
+    assert tuple(canary.name for canary in CANARIES) == pl.CANARIES

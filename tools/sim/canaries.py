@@ -1,8 +1,9 @@
 """Known mistakes, switched on in the simulator and nowhere else: the checks must find each of them.
 
-Every one is a public incident of upstream's connector, or of one like it. The plugin has no such switch: the objects
-of one run are altered from outside before its first step. Broken reports do not stop the engine in these runs
-(`on_invariant_violation=quarantine`), because a stopped engine could not show the damage.
+The first are public incidents of upstream's connector, or of one like it; the others break one rule of the design
+each. The plugin has no such switch: the objects of one run are altered from outside before its first step. Broken
+reports do not stop the engine in these runs (`on_invariant_violation=quarantine`), because a stopped engine could not
+show the damage.
 
 This file knows the plugin's inner methods, and is the only part of the simulator that touches them.
 """
@@ -16,6 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.worker_meta import JobReport, LedgerWorkerMetadata
+from ledger.blocks import Blocks, numbers
 from tools.sim import plan as pl
 from tools.sim.run import World
 
@@ -139,6 +141,40 @@ def _freed_by_first_rank(world: World) -> None:
     half._free = lambda blocks: None
 
 
+def _freed_head_first(world: World) -> None:
+    half = _half(world)
+
+    def free(blocks: Blocks) -> None:
+        pool = half._bound_pool()
+        pool.free_blocks([pool.blocks[block] for block in numbers(blocks)])
+
+    half._free = free
+
+
+def _without_bounds(world: World) -> None:
+    half = _half(world)
+    half._max_jobs = half._max_pinned_blocks = 1 << 62
+
+
+def _lets_the_engine_sleep(world: World) -> None:
+    world.engine.connector.has_pending_push_work = lambda: False  # type: ignore[method-assign]
+
+
+def _changed_beside_the_log(world: World) -> None:
+    half = _half(world)
+    book_it = half._rank_completed
+
+    def rank_completed(report: JobReport) -> None:
+        book_it(report)
+        half.books.state.book.next_load += 1
+
+    half._rank_completed = rank_completed
+
+
+def _deaf_to_broken_reports(world: World) -> None:
+    _half(world).books.violated = lambda refused, fields: None
+
+
 CANARIES: tuple[Canary, ...] = (
     Canary(
         "pins-off",
@@ -176,6 +212,36 @@ CANARIES: tuple[Canary, ...] = (
         frozenset({"poison"}),
         _freed_by_first_rank,
         ranks=(2, 3, 4),
+    ),
+    # From here on no incident, but the rest of the checks: each must be able to fail.
+    Canary(
+        "head-first",
+        "design, section 5",
+        "a job's blocks are given back first to last, so that shared prefixes are evicted first",
+        frozenset({"rule"}),
+        _freed_head_first,
+    ),
+    Canary("no-bounds", "bounds on store jobs", "a save is never skipped", frozenset({"bound"}), _without_bounds),
+    Canary(
+        "asleep",
+        "design, section 5",
+        "the engine may stop stepping while jobs are open",
+        frozenset({"stopped"}),
+        _lets_the_engine_sleep,
+    ),
+    Canary(
+        "beside-the-log",
+        "design, section 3",
+        "the state is changed without an event",
+        frozenset({"fold"}),
+        _changed_beside_the_log,
+    ),
+    Canary(
+        "deaf",
+        "design, section 5",
+        "a broken report is not recorded",
+        frozenset({"violation"}),
+        _deaf_to_broken_reports,
     ),
 )
 

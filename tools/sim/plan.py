@@ -34,6 +34,12 @@ FAULTS: tuple[str, ...] = (
 is answered twice; a report for a job nobody knows; a rank whose transfers stand still; a rank that dies; a message
 between scheduler and worker that is lost; keys that the store evicts; a store under pressure."""
 
+CANARIES: tuple[str, ...] = (
+    *("pins-off", "by-request", "silent-exception", "first-failure", "first-rank"),
+    *("head-first", "no-bounds", "asleep", "beside-the-log", "deaf"),
+)
+"""Known mistakes by name, for a command line that shall not wait for vLLM. They are in `canaries`."""
+
 CODES: tuple[int, ...] = (
     *(-1, -10, -101, -103, -200, -400, -500, -600, -601, -700, -701, -702, -703, -704, -705, -706, -707, -710, -712),
     *(-800, -900, -1010, -1011, -1100, -1101, -1102, -1103, -1104, -1105, -1106, -1200),
