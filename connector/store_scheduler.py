@@ -99,6 +99,8 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         self._max_cycles = settings.load_max_cycles or (1 << 62)
         self._tries: dict[str, int] = {}
         """How often a request was looked up, with a hit, since its last load failed."""
+        self._ended_in_error: set[int] = set()
+        """Open loads whose request ended in an error, as vLLM does with `kv_load_failure_policy=fail`."""
         self._max_jobs = settings.max_inflight_store_jobs or (1 << 62)
         self._max_pinned_blocks = int(settings.max_pinned_fraction * (num_blocks - 1))
 
@@ -146,6 +148,8 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             self.books.record(ev.RequestAborted, request=name, generation=generation, was=was)
         else:
             reason = request.status.name.removeprefix("FINISHED_").lower()
+            if request.status == RequestStatus.FINISHED_ERROR and name in self._book.loading:
+                self._ended_in_error.add(self._book.loading[name])
             self.books.record(ev.RequestFinished, request=name, generation=generation, reason=reason)
 
     def _observe_generation(self, name: str, generation: int) -> None:
@@ -578,15 +582,15 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         outcome = "failed" if load.failed else "loaded"
         self.books.record(ev.LoadSettled, load=number, outcome=outcome, missing=to_ranges(load.waiting))
         if load.failed:
-            known = load.request in self._book.requests
-            policy = "recomputed" if self._recomputes else "failed"
+            if load.request in self._book.requests:
+                action = "recomputed" if self._recomputes else "failed"
+            else:
+                # vLLM ends a request over a failed load before it passes the load's report on.
+                action = "failed" if number in self._ended_in_error and not self._recomputes else "gone"
             self.books.record(
-                ev.LoadRecovered,
-                load=number,
-                request=load.request,
-                generation=load.generation,
-                action=policy if known else "gone" if self._recomputes else "failed",
+                ev.LoadRecovered, load=number, request=load.request, generation=load.generation, action=action
             )
+        self._ended_in_error.discard(number)
 
     @property
     def _recomputes(self) -> bool:
