@@ -565,6 +565,9 @@ class Feed:
         self._pins: dict[int, Any] = {}
         self._settled: dict[int, None] = {}
         self._loads: dict[int, bool] = {}
+        self._loading: dict[str, int] = {}
+        self._ended_loading: dict[int, str] = {}
+        self._policy = ""
         self._next_job = 0
         self._judges: dict[type, Callable[[Any], None]] = {
             ev.JobRegistered: self._job_registered,
@@ -575,6 +578,10 @@ class Feed:
             ev.LoadPlanned: self._load_planned,
             ev.LoadFailed: self._load_failed,
             ev.LoadSettled: self._load_settled,
+            ev.LoadRecovered: self._load_recovered,
+            ev.RequestFinished: self._request_ended,
+            ev.RequestAborted: self._request_ended,
+            ev.LogOpened: self._log_opened,
             ev.Checkpoint: self._checkpoint,
             ev.InvariantViolated: self._invariant_violated,
             ev.Gap: self._gap,
@@ -634,8 +641,26 @@ class Feed:
             self.complaints.append(f"job {event.job} frees other blocks than it pinned, or frees twice")
         self.freed.append([block for _, ranges in event.blocks for block in spread(ranges)][::-1])
 
+    def _log_opened(self, event: ev.LogOpened) -> None:
+        self._policy = event.policy
+
+    def _request_ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
+        load = self._loading.get(event.request)
+        if load is not None:
+            self._ended_loading[load] = event.reason if isinstance(event, ev.RequestFinished) else "aborted"
+
+    def _load_recovered(self, event: ev.LoadRecovered) -> None:
+        ended = self._ended_loading.get(event.load, "")
+        if self._policy == "recompute":
+            due = "gone" if ended else "recomputed"
+        else:
+            due = "failed" if ended in ("", "error") else "gone"
+        if event.action != due:
+            self.complaints.append(f"load {event.load} is said to have {event.action}, and its request was {due}")
+
     def _load_planned(self, event: ev.LoadPlanned) -> None:
         self._loads[event.load] = False
+        self._loading[event.request] = event.load
 
     def _load_failed(self, event: ev.LoadFailed) -> None:
         if self._loads.get(event.load, True):
@@ -644,6 +669,7 @@ class Feed:
 
     def _load_settled(self, event: ev.LoadSettled) -> None:
         failed = self._loads.pop(event.load, None)
+        self._loading = {request: load for request, load in self._loading.items() if load != event.load}
         if failed is None or (event.outcome == "failed") != failed:
             self.complaints.append(f"load {event.load} settles twice, or as {event.outcome} against what was recorded")
         if event.missing:
