@@ -1,7 +1,7 @@
 """What the simulator found in upstream or in the plugin, undone again, one at a time.
 
-Each is a plan that was shrunk from the seed that found it, and a way to take the remedy out of the objects of a run. With
-the remedy the plan passes; without, it fails as it did.
+Each is a plan that was shrunk from the seed that found it, and a way to take the remedy out of the objects of a run.
+With the remedy the plan passes; without, it fails as it did.
 """
 
 from collections.abc import Callable
