@@ -68,6 +68,10 @@ def evidence_address(vllm_config: "VllmConfig", connector: str, settings: Settin
     return f"ipc://{Path(envs.VLLM_RPC_BASE_PATH) / ('kvledger-' + hashlib.sha256(name.encode()).hexdigest()[:16])}"
 
 
+_receivers: dict[str, "EvidenceReceiver"] = {}
+"""The receivers of this process by address: with one worker, vLLM runs it in the engine process itself."""
+
+
 class EvidenceSender:
     """A worker's end. `emit` may be called from any thread.
 
@@ -101,16 +105,21 @@ class EvidenceSender:
         self._queue.append(event)
         self._wake.set()
 
-    def close(self, timeout_s: float = 1.0) -> None:
+    def close(self, timeout_s: float = 2.0) -> None:
         """Send what waits and a goodbye, and stop, within `timeout_s` seconds.
 
         A worker that ends because of an error says no goodbye: the engine process must not take it for an orderly end.
+        A worker inside the engine process waits until its goodbye was heard and the log is closed, for as long again:
+        what it does next, Mooncake's teardown, holds the GIL for seconds, in which vLLM kills the process.
         """
         failure = sys.exc_info()[1]
         self._goodbye = failure is None or isinstance(failure, SystemExit | KeyboardInterrupt)
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
+        receiver = _receivers.get(self._address)
+        if self._goodbye and receiver is not None:
+            receiver.wait_for_goodbye(self.origin, timeout_s)
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
@@ -156,6 +165,7 @@ class EvidenceReceiver:
         self._ranks = ranks
         self._on_goodbye = on_goodbye
         self._gone: set[str] = set()
+        self._heard = threading.Condition()
         self._address = address
         self._stopping = threading.Event()
         self._context = zmq.Context()
@@ -180,9 +190,16 @@ class EvidenceReceiver:
             )
             return
         self._thread.start()
+        _receivers[self._address] = self
+
+    def wait_for_goodbye(self, origin: str, timeout_s: float) -> None:
+        """Return when a worker's goodbye was heard, with what follows from the last one, or after `timeout_s` seconds."""
+        with self._heard:
+            self._heard.wait_for(lambda: origin in self._gone, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Take what has been sent, and stop within `timeout_s` seconds."""
+        _receivers.pop(self._address, None)
         self._stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -214,6 +231,8 @@ class EvidenceReceiver:
         for event in batch.events:
             self._log.append_evidence(event)
         if batch.goodbye:
-            self._gone.add(batch.origin)
-            if len(self._gone) == self._ranks:
+            if len(self._gone | {batch.origin}) == self._ranks:
                 self._on_goodbye()
+            with self._heard:
+                self._gone.add(batch.origin)
+                self._heard.notify_all()

@@ -184,6 +184,9 @@ class PullingWorker(MooncakeConnectorWorker):
         unused = self.async_zmq_ctx
         watched = _WatchedContext()
         watched.worker = self
+        # ZeroMQ starts its threads with a context's first socket, inside a call that holds the GIL: on a host whose cores
+        # are all busy that takes long, and in the first transfer it would stand still the whole worker.
+        zmq.Context.shadow(watched.underlying).socket(zmq.PAIR).close(linger=0)
         self.async_zmq_ctx = watched
         unused.term()
         self._xfer_resp_decoder: Any = _ReplyDecoder(self._xfer_resp_decoder)

@@ -5,7 +5,9 @@ what the tests there show can be shown in no other way. Only `gpu` skips, and sa
 """
 
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -27,6 +29,16 @@ NEEDED_MODULES = {
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def _plain_logger() -> Iterator[None]:
+    """Undo what a test does to kvledger's logger: the plugin's `register` moves it and the simulator silences it."""
+    logger = logging.getLogger("kvledger")
+    level, parent = logger.level, logger.parent
+    yield
+    logger.parent = parent
+    logger.setLevel(level)
 
 
 def room_of(path: Path) -> str:

@@ -123,6 +123,22 @@ def test_the_log_is_closed_only_when_every_worker_has_said_goodbye(
     host.receiver.close(WAIT_S)
 
 
+def test_a_worker_in_the_engine_process_ends_only_after_the_log_was_closed(
+    address: str, sender: Callable[..., EvidenceSender]
+) -> None:
+    closed: list[str] = []
+
+    def close_slowly() -> None:
+        threading.Event().wait(0.3)
+        closed.append("log")
+
+    receiver = EvidenceReceiver(Log(State()), address, 1, close_slowly)
+    receiver.start()
+    sender(address).close(WAIT_S)
+    assert closed == ["log"]
+    receiver.close(WAIT_S)
+
+
 def test_a_worker_that_ends_by_an_error_says_no_goodbye(address: str, sender: Callable[..., EvidenceSender]) -> None:
     host = Host(address)
     host.receiver.start()
