@@ -193,7 +193,7 @@ class EvidenceReceiver:
         _receivers[self._address] = self
 
     def wait_for_goodbye(self, origin: str, timeout_s: float) -> None:
-        """Return when a worker's goodbye was heard, with what follows from the last one, or after `timeout_s` seconds."""
+        """Return when a worker's goodbye was heard, and what the last one leads to is done, or after `timeout_s`."""
         with self._heard:
             self._heard.wait_for(lambda: origin in self._gone, timeout_s)
 

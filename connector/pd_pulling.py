@@ -184,8 +184,8 @@ class PullingWorker(MooncakeConnectorWorker):
         unused = self.async_zmq_ctx
         watched = _WatchedContext()
         watched.worker = self
-        # ZeroMQ starts its threads with a context's first socket, inside a call that holds the GIL: on a host whose cores
-        # are all busy that takes long, and in the first transfer it would stand still the whole worker.
+        # ZeroMQ starts its threads with a context's first socket, inside a call that holds the GIL: on a host whose
+        # cores are all busy that takes long, and in the first transfer the whole worker would stand still.
         zmq.Context.shadow(watched.underlying).socket(zmq.PAIR).close(linger=0)
         self.async_zmq_ctx = watched
         unused.term()

@@ -206,7 +206,7 @@ def ranks(folder: Path) -> dict[str, Any]:
             engine.ready()
         reference = engines["P"].call("generate", prompt(0), None, 4)["tokens"]
         for name in ("D1", "D2"):
-            # The decode asks first: a prefill that holds blocks steps without a pause, and two cores are few for five ranks.
+            # The decode asks first: a prefill that holds blocks steps without a pause, and five ranks need the cores.
             engines[name].begin("generate", prompt(0), pair.pull(f"good-{name}"), 4)
             engines[name].wait_for(ev.PeersNamed, f"good-{name}")
             engines["P"].call("generate", prompt(0), push(f"good-{name}"), 1)
