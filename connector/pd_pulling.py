@@ -181,6 +181,11 @@ class PullingWorker(MooncakeConnectorWorker):
         self._running: set[asyncio.Task[Any]] = set()
         self._monitor_numbers = itertools.count()
         self._closing = False
+        self.watch_sockets()
+        self._xfer_resp_decoder: Any = _ReplyDecoder(self._xfer_resp_decoder)
+
+    def watch_sockets(self) -> None:
+        """Replace upstream's ZeroMQ context, of which no socket was made yet, by one whose sockets are watched."""
         unused = self.async_zmq_ctx
         watched = _WatchedContext()
         watched.worker = self
@@ -189,7 +194,6 @@ class PullingWorker(MooncakeConnectorWorker):
         zmq.Context.shadow(watched.underlying).socket(zmq.PAIR).close(linger=0)
         self.async_zmq_ctx = watched
         unused.term()
-        self._xfer_resp_decoder: Any = _ReplyDecoder(self._xfer_resp_decoder)
 
     def stop_pulling(self) -> None:
         """End what is being asked, so that no socket is open when upstream closes its context."""

@@ -1,7 +1,7 @@
 """What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, and given blocks that are named.
 
 A scheduler half passes vLLM's hooks on to `RequestObserver`, which records what is new in them. It may know vLLM's
-requests and scheduler output; it knows nothing of jobs and transfers but that the state names their blocks.
+requests and scheduler output; of jobs, loads and transfers it knows only which blocks they name.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from connector.books import Books
 from ledger import events as ev
-from ledger.blocks import NULL_BLOCK, Blocks, by_group, expand
+from ledger.blocks import NULL_BLOCK, Blocks, by_group, expand, from_ranges
 
 GroupIds = tuple[int, list[int]]
 """A KV-cache group and block numbers in it."""
@@ -27,23 +27,25 @@ class RequestObserver:
 
     def __init__(self, books: Books, block_sizes: Sequence[int]) -> None:
         self._books = books
+        self._book = books.state.book
+        self._name = books.name
         self._block_sizes = tuple(block_sizes)
 
     def queued(self, request: Request) -> None:
         """Record that a request waits."""
         self._books.record(
             ev.RequestQueued,
-            request=self._books.name(request.request_id),
+            request=self._name(request.request_id),
             generation=generation_of(request),
             prompt_tokens=request.num_prompt_tokens,
         )
 
     def ended(self, request: Request) -> None:
         """Record that a request ended or was aborted."""
-        name = self._books.name(request.request_id)
+        name = self._name(request.request_id)
         generation = generation_of(request)
         if request.status == RequestStatus.FINISHED_ABORTED:
-            record = self._books.state.book.requests.get(name)
+            record = self._book.requests.get(name)
             was = record.state if record is not None else "unknown"
             self._books.record(ev.RequestAborted, request=name, generation=generation, was=was)
         else:
@@ -52,54 +54,77 @@ class RequestObserver:
 
     def released(self, request: Request, groups: Iterable[GroupIds]) -> None:
         """Record those blocks that a request gave up while open work names them."""
-        blocks = by_group(self._named(groups))
-        if blocks:
-            name = self._books.name(request.request_id)
-            self._books.record(ev.BlocksReleased, request=name, generation=generation_of(request), blocks=blocks)
+        if self._work_is_open():
+            named = self._named(groups)
+            self._note(ev.BlocksReleased, self._name(request.request_id), generation_of(request), named)
 
     def seen(self, request: Request) -> None:
         """Record a preemption that vLLM has not told of yet: it does so at the end of the step only."""
-        name = self._books.name(request.request_id)
-        record = self._books.state.book.requests.get(name)
+        name = self._name(request.request_id)
+        record = self._book.requests.get(name)
         if record is not None and record.generation < generation_of(request):
-            self._books.record(ev.RequestPreempted, request=name, generation=generation_of(request) - 1)
+            self._preempted(name, generation_of(request) - 1)
 
     def step(self, scheduler_output: SchedulerOutput) -> None:
-        """Record what vLLM did to requests in this step."""
+        """Record what vLLM did to requests in this step, and who got blocks that open work names."""
         cached = scheduler_output.scheduled_cached_reqs
-        book = self._books.state.book
-        names_blocks = bool(book.sends or book.recvs)
-        if not (
-            names_blocks
-            or scheduler_output.scheduled_new_reqs
-            or scheduler_output.preempted_req_ids
-            or cached.resumed_req_ids
-        ):
+        resumed = cached.resumed_req_ids
+        open_work = self._work_is_open()
+        if not (open_work or scheduler_output.scheduled_new_reqs or scheduler_output.preempted_req_ids or resumed):
             return
-        name_of = self._books.name
-        requests = book.requests
+        name_of = self._name
+        requests = self._book.requests
         for request_id in sorted(scheduler_output.preempted_req_ids or ()):
-            name = name_of(request_id)
-            record = requests.get(name)
+            record = requests.get(name_of(request_id))
             if record is not None and record.state == "running":
-                self._books.record(ev.RequestPreempted, request=name, generation=record.generation)
+                self._preempted(name_of(request_id), record.generation)
         scheduled_tokens = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._running(name_of(new.req_id), new.num_computed_tokens, scheduled_tokens[new.req_id], new.block_ids)
-        if not cached.resumed_req_ids and not names_blocks:
+        if not resumed and not open_work:
             return
         for request_id, computed_tokens, block_ids in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
-            if request_id in cached.resumed_req_ids:
+            if request_id in resumed:
                 self._running(name_of(request_id), computed_tokens, scheduled_tokens[request_id], block_ids or ())
-            elif block_ids:
+            elif block_ids and open_work:
                 name = name_of(request_id)
                 record = requests.get(name)
                 self.allocated(name, record.generation if record else 1, enumerate(block_ids))
 
+    def allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
+        """Record those blocks of a new allocation that open work names, but for the request's own work."""
+        if not self._work_is_open():
+            return
+        named = self._named(groups)
+        if not named:
+            return
+        book = self._book
+        own: set[tuple[int, int]] = set()
+        for mine in (book.loads.get(book.loading.get(name, -1)), book.sends.get(name), book.recvs.get(name)):
+            if mine is not None:
+                own.update(expand(mine.blocks))
+        if own:
+            named = [(group, [block for block in ids if (group, block) not in own]) for group, ids in named]
+        self._note(ev.BlocksAllocated, name, generation, named)
+
+    def _work_is_open(self) -> bool:
+        book = self._book
+        return bool(book.jobs or book.loads or book.sends or book.recvs)
+
+    def _preempted(self, name: str, generation: int) -> None:
+        """Record a preemption, and which blocks it gave up that the request's own jobs name."""
+        held: dict[int, dict[int, None]] = {}
+        for job in self._book.jobs.values():
+            if job.request == name and job.generation == generation:
+                for group, ranges in job.blocks:
+                    held.setdefault(group, {}).update(dict.fromkeys(from_ranges(ranges)))
+        self._books.record(ev.RequestPreempted, request=name, generation=generation)
+        self._note(ev.BlocksReleased, name, generation, [(group, list(ids)) for group, ids in held.items()])
+
     def _running(self, name: str, computed_tokens: int, scheduled_tokens: int, block_ids: Sequence[list[int]]) -> None:
-        record = self._books.state.book.requests.get(name)
+        record = self._book.requests.get(name)
         generation = record.generation if record is not None else 1
         fresh = ((group, ids[computed_tokens // self._block_sizes[group] :]) for group, ids in enumerate(block_ids))
         self.allocated(name, generation, fresh)
@@ -111,25 +136,16 @@ class RequestObserver:
             scheduled_tokens=scheduled_tokens,
         )
 
-    def allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
-        """Record those blocks of a new allocation that open work names, but for the request's own transfers."""
-        book = self._books.state.book
-        if not book.sends and not book.recvs:
-            return
-        named = self._named(groups)
-        if not named:
-            return
-        own: set[tuple[int, int]] = set()
-        for transfer in (book.sends.get(name), book.recvs.get(name)):
-            if transfer is not None:
-                own.update(expand(transfer.blocks))
-        blocks = by_group((group, [block for block in ids if (group, block) not in own]) for group, ids in named)
-        if blocks:
-            self._books.record(ev.BlocksAllocated, request=name, generation=generation, blocks=blocks)
-
     def _named(self, groups: Iterable[GroupIds]) -> list[GroupIds]:
         named = self._books.state.named
         return [(group, found) for group, ids in groups if (found := named(group, ids))]
+
+    def _note(
+        self, kind: type[ev.BlocksAllocated | ev.BlocksReleased], name: str, generation: int, groups: list[GroupIds]
+    ) -> None:
+        blocks = by_group(groups)
+        if blocks:
+            self._books.record(kind, request=name, generation=generation, blocks=blocks)
 
 
 def generation_of(request: Request) -> int:

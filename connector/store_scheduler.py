@@ -3,31 +3,32 @@
 Each hook decides which events happen, records them, and acts on vLLM's block pool only from what was recorded. All that
 is known of jobs, pins, ranks and loads stands in `books.state`; there is no second copy here.
 
-    hook (vLLM calls it)             when                                    events it records
-    -------------------------------  --------------------------------------
-    ------------------------------------------------- on_new_request                   a request enters the waiting
-    queue      request_queued get_num_new_matched_tokens       a waiting request is looked up          lookup_answered
-    (when the answer changes),
-                                                                             lookup_suppressed
-    update_state_after_alloc         blocks were allocated for a request     request_preempted, load_planned,
-    blocks_allocated build_connector_meta             the end of every schedule()             request_preempted,
-    request_scheduled,
-                                                                             request_resumed, blocks_allocated/released,
-                                                                             job_registered, pin_touched, job_skipped,
-                                                                             load_registered, stall_suspected
-    register_finished_partial_tail   a request ended, its tail can be saved  job_registered, pin_touched, job_skipped
-    request_ended                    a request ended or was aborted          request_finished | request_aborted,
-                                                                             blocks_released
-    update_connector_output          the workers' reports of a step          rank_completed, job_settled, blocks_freed,
-                                                                             rank_loaded, load_failed, load_settled,
-                                                                             load_recovered, report_ignored
-    has_pending_push_work            may the engine stop stepping?           none
+    hook (vLLM calls it)            when                                events it records
+    ------------------------------  ----------------------------------  ---------------------------------------------
+    on_new_request                  a request enters the waiting queue  request_queued
+    get_num_new_matched_tokens      a waiting request is looked up      lookup_answered (when the answer changes),
+                                                                        lookup_deferred, lookup_suppressed
+    update_state_after_alloc        blocks were allocated for it        request_preempted, blocks_allocated,
+                                                                        load_planned
+    build_connector_meta            the end of every schedule()         request_preempted, request_scheduled,
+                                                                        request_resumed, blocks_allocated,
+                                                                        blocks_released, job_registered, pin_touched,
+                                                                        job_skipped, load_registered, checkpoint,
+                                                                        stall_suspected
+    register_finished_partial_tail  a request ended, its tail can be    job_registered, pin_touched, job_skipped
+                                    saved
+    request_ended                   a request ended or was aborted      blocks_released,
+                                                                        request_finished | request_aborted
+    update_connector_output         the workers' reports of a step      rank_completed, job_settled, blocks_freed,
+                                                                        rank_loaded, load_failed, load_settled,
+                                                                        load_recovered, report_ignored
+    has_pending_push_work           may the engine stop stepping?       none
 
 This file may know vLLM's scheduler-side classes. It does no I/O and starts no thread.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -40,16 +41,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from connector.books import Books
+from connector.requests import GroupIds, RequestObserver, generation_of
 from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attach
 from ledger import events as ev
-from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, expand, from_ranges, numbers, to_ranges
-from ledger.state import RequestRecord
-
-GroupIds = tuple[int, list[int]]
-"""A KV-cache group and block numbers in it."""
+from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, numbers, to_ranges
+from ledger.state import Load, RequestRecord
 
 _NO_LOADS: dict[str, int] = {}
 
@@ -95,12 +94,9 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         self._kv_groups: tuple[int, ...] = tuple(self._store_group_ids)
         """The KV-cache group of each group that the store knows."""
         self._block_sizes = tuple(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
+        self._requests = RequestObserver(books, self._block_sizes)
         settings = books.settings
         self._max_cycles = settings.load_max_cycles or (1 << 62)
-        self._tries: dict[str, int] = {}
-        """How often a request was looked up, with a hit, since its last load failed."""
-        self._ended_in_error: set[int] = set()
-        """Open loads whose request ended in an error, as vLLM does with `kv_load_failure_policy=fail`."""
         self._max_jobs = settings.max_inflight_store_jobs or (1 << 62)
         self._max_pinned_blocks = int(settings.max_pinned_fraction * (num_blocks - 1))
 
@@ -127,45 +123,13 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
 
     def on_new_request(self, request: Request) -> None:
         """Record that a request waits."""
-        self.books.record(
-            ev.RequestQueued,
-            request=self._name(request.request_id),
-            generation=request.num_preemptions + 1,
-            prompt_tokens=request.num_prompt_tokens,
-        )
+        self._requests.queued(request)
 
     def request_ended(self, request: Request, block_ids: Sequence[list[int]]) -> None:
         """Record that a request ended. Its jobs hold their own references, so nothing is delayed or freed here."""
-        name = self._name(request.request_id)
-        record = self._book.requests.get(name)
-        generation = request.num_preemptions + 1
-        self._tries.pop(request.request_id, None)
         self.client.discard(request.request_id)  # or a lookup under way would answer whoever takes the id next
-        if self._book.jobs:
-            self._note_released(name, generation, enumerate(block_ids))
-        if request.status == RequestStatus.FINISHED_ABORTED:
-            was = record.state if record is not None else "unknown"
-            self.books.record(ev.RequestAborted, request=name, generation=generation, was=was)
-        else:
-            reason = request.status.name.removeprefix("FINISHED_").lower()
-            if request.status == RequestStatus.FINISHED_ERROR and name in self._book.loading:
-                self._ended_in_error.add(self._book.loading[name])
-            self.books.record(ev.RequestFinished, request=name, generation=generation, reason=reason)
-
-    def _observe_generation(self, name: str, generation: int) -> None:
-        """Record a preemption that vLLM has not told of yet: it does so at the end of the step only."""
-        record = self._book.requests.get(name)
-        if record is not None and record.generation < generation:
-            self._preempted(name, generation - 1)
-
-    def _preempted(self, name: str, generation: int) -> None:
-        held: dict[int, dict[int, None]] = {}
-        for job in self._book.jobs.values():
-            if job.request == name and job.generation == generation:
-                for group, ranges in job.blocks:
-                    held.setdefault(group, {}).update(dict.fromkeys(from_ranges(ranges)))
-        self.books.record(ev.RequestPreempted, request=name, generation=generation)
-        self._note(ev.BlocksReleased, name, generation, [(group, list(ids)) for group, ids in held.items()])
+        self._requests.released(request, enumerate(block_ids))
+        self._requests.ended(request)
 
     # --- lookups and loads ------------------------------------------------------------------------------------------
 
@@ -184,7 +148,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             self.books.record(
                 ev.LookupAnswered,
                 request=self._name(request.request_id),
-                generation=request.num_preemptions + 1,
+                generation=generation_of(request),
                 hit_tokens=hit_tokens,
                 local_tokens=num_computed_tokens,
             )
@@ -201,53 +165,40 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         is "not known yet", which makes vLLM put it back among those that hold nothing, and a hit that found no room is
         not given again.
         """
-        tries = self._tries.get(request.request_id, 0)
-        self._tries[request.request_id] = tries + 1
-        if tries == 0:
+        about = {
+            "request": self._name(request.request_id),
+            "generation": generation_of(request),
+            "hit_tokens": hit_tokens,
+            "local_tokens": local_tokens,
+        }
+        if not record.after_failure:
             self.load_specs.pop(request.request_id, None)
+            self.books.record(ev.LookupDeferred, **about)
             return None, False
         failures = record.failed_loads.get(local_tokens + hit_tokens, 0)
-        if failures >= self._max_cycles or tries > 1:
-            self._suppress_hit(request, record, local_tokens, hit_tokens, failures)
-            return 0, False
-        return None
-
-    def _suppress_hit(
-        self, request: Request, record: RequestRecord, local_tokens: int, hit_tokens: int, failures: int
-    ) -> None:
-        """Let a request compute what its loads keep failing to bring.
-
-        The store still has the hit, so it would go on.
-        """
+        if failures < self._max_cycles and record.after_failure == "deferred":
+            return None
         self.load_specs.pop(request.request_id, None)
         if record.looked_up != (0, local_tokens):
-            self.books.record(
-                ev.LookupSuppressed,
-                request=self._name(request.request_id),
-                generation=request.num_preemptions + 1,
-                hit_tokens=hit_tokens,
-                failures=failures,
-                local_tokens=local_tokens,
-            )
+            self.books.record(ev.LookupSuppressed, failures=failures, **about)
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Record the blocks that a load will write, if one is planned."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = self._name(request.request_id)
-        generation = request.num_preemptions + 1
-        self._observe_generation(name, generation)
+        generation = generation_of(request)
+        self._requests.seen(request)
         spec = self.load_specs.get(request.request_id)
         if num_external_tokens <= 0 or spec is None or not spec.can_load:
             return
-        self._tries.pop(request.request_id, None)
         table = self._unfinished_requests[request.request_id][1]
         targets = [
             (group, _without_null(ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]))
             for group, ids in zip(self._kv_groups, table, strict=True)
             for size in (self._block_sizes[group],)
         ]
-        if self._book.jobs:
-            self._note_allocated(name, generation, targets)
+        self._requests.allocated(name, generation, targets)
         self.books.record(
             ev.LoadPlanned,
             load=self._book.next_load,
@@ -268,14 +219,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         log.step += 1
         if log.step >= self.books.next_watch_step:
             self.books.watch()
-        if (
-            scheduler_output.scheduled_new_reqs
-            or scheduler_output.preempted_req_ids
-            or scheduler_output.scheduled_cached_reqs.resumed_req_ids
-            or book.jobs
-            or book.loads
-        ):
-            self._note_requests(scheduler_output)
+        self._requests.step(scheduler_output)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             metadata = self._plan_past_the_gone(scheduler_output)
         else:
@@ -308,75 +252,6 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         """Return whether a request runs in this step, or has a load planned that no worker knows of yet."""
         load = self._book.loads.get(self._book.loading.get(self._name(request_id), -1))
         return request_id in scheduler_output.num_scheduled_tokens or (load is not None and not load.ranks)
-
-    def _note_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Record what vLLM did to requests in this step, and who got blocks that open work names."""
-        name_of = self._name
-        requests = self._book.requests
-        for request_id in sorted(scheduler_output.preempted_req_ids or ()):
-            record = requests.get(name_of(request_id))
-            if record is not None and record.state == "running":
-                self._preempted(name_of(request_id), record.generation)
-        open_work = bool(self._book.jobs or self._book.loads)
-        for new in scheduler_output.scheduled_new_reqs:
-            name = name_of(new.req_id)
-            scheduled_tokens = scheduler_output.num_scheduled_tokens[new.req_id]
-            self._note_running(name, new.num_computed_tokens, scheduled_tokens, new.block_ids, open_work)
-        cached = scheduler_output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        if not resumed and not open_work:
-            return
-        for request_id, computed_tokens, block_ids in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            if request_id in resumed:
-                scheduled_tokens = scheduler_output.num_scheduled_tokens[request_id]
-                name = name_of(request_id)
-                self._note_running(name, computed_tokens, scheduled_tokens, block_ids or (), open_work)
-            elif block_ids and open_work:
-                name = name_of(request_id)
-                record = requests.get(name)
-                self._note_allocated(name, record.generation if record else 1, enumerate(block_ids))
-
-    def _note_running(
-        self, name: str, computed_tokens: int, scheduled_tokens: int, block_ids: Sequence[list[int]], open_work: bool
-    ) -> None:
-        record = self._book.requests.get(name)
-        generation = record.generation if record is not None else 1
-        if open_work:
-            fresh = [(group, ids[computed_tokens // self._block_sizes[group] :]) for group, ids in enumerate(block_ids)]
-            self._note_allocated(name, generation, fresh)
-        self.books.record(
-            ev.RequestScheduled if generation == 1 else ev.RequestResumed,
-            request=name,
-            generation=generation,
-            computed_tokens=computed_tokens,
-            scheduled_tokens=scheduled_tokens,
-        )
-
-    def _note_allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
-        """Record those blocks of a new allocation that open work names, but for the request's own load."""
-        named = self._named(groups)
-        load = self._book.loads.get(self._book.loading.get(name, -1))
-        if load is not None and named:
-            own = set(expand(load.blocks))
-            named = [(group, [block for block in ids if (group, block) not in own]) for group, ids in named]
-        self._note(ev.BlocksAllocated, name, generation, named)
-
-    def _note_released(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
-        """Record those blocks that a request gave up and open work names."""
-        self._note(ev.BlocksReleased, name, generation, self._named(groups))
-
-    def _named(self, groups: Iterable[GroupIds]) -> list[GroupIds]:
-        named = self.books.state.named
-        return [(group, found) for group, ids in groups if (found := named(group, ids))]
-
-    def _note(
-        self, kind: type[ev.BlocksAllocated | ev.BlocksReleased], name: str, generation: int, groups: list[GroupIds]
-    ) -> None:
-        blocks = by_group(groups)
-        if blocks:
-            self.books.record(kind, request=name, generation=generation, blocks=blocks)
 
     def _register_loads(self, metadata: MooncakeStoreConnectorMetadata) -> dict[str, int]:
         """Record the loads that this step gives to the workers, and return their ids by request id."""
@@ -582,19 +457,20 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         outcome = "failed" if load.failed else "loaded"
         self.books.record(ev.LoadSettled, load=number, outcome=outcome, missing=to_ranges(load.waiting))
         if load.failed:
-            if load.request in self._book.requests:
-                action = "recomputed" if self._recomputes else "failed"
-            else:
-                # vLLM ends a request over a failed load before it passes the load's report on.
-                action = "failed" if number in self._ended_in_error and not self._recomputes else "gone"
             self.books.record(
-                ev.LoadRecovered, load=number, request=load.request, generation=load.generation, action=action
+                ev.LoadRecovered,
+                load=number,
+                request=load.request,
+                generation=load.generation,
+                action=self._recovery_of(load),
             )
-        self._ended_in_error.discard(number)
 
-    @property
-    def _recomputes(self) -> bool:
-        return self.books.policy == "recompute"
+    def _recovery_of(self, load: Load) -> str:
+        """Return what becomes of a request whose load failed."""
+        if self.books.policy == "recompute":
+            return "gone" if load.ended else "recomputed"
+        # vLLM ends a request over a failed load before it passes the load's report on.
+        return "failed" if not load.ended or load.ended == "error" else "gone"
 
     def has_pending_push_work(self) -> bool:
         """Return True while a job's blocks are referenced and a rank may still report: reports need engine steps."""

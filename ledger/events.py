@@ -219,6 +219,18 @@ class LookupAnswered(Event, frozen=True, gc=False, omit_defaults=True, tag="look
     local_tokens: int = 0
 
 
+class LookupDeferred(Event, frozen=True, gc=False, omit_defaults=True, tag="lookup_deferred"):
+    """The store has a hit, and the request was told "not known yet", because its last load failed.
+
+    vLLM then takes it out of the requests that hold blocks; its next lookup is answered.
+    """
+
+    request: str
+    generation: int
+    hit_tokens: int = 0
+    local_tokens: int = 0
+
+
 class LookupSuppressed(Event, frozen=True, gc=False, omit_defaults=True, tag="lookup_suppressed"):
     """The store has a hit, and the request was told "no hit".
 
@@ -816,6 +828,7 @@ AnyEvent: TypeAlias = (
     | JobSettled
     | BlocksFreed
     | LookupAnswered
+    | LookupDeferred
     | LookupSuppressed
     | LoadPlanned
     | LoadRegistered

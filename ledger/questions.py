@@ -22,6 +22,7 @@ FAILURES = (
     ev.RecvRecovered,
     ev.SendExpired,
     ev.RequestPreempted,
+    ev.LookupDeferred,
     ev.LookupSuppressed,
     ev.InvariantViolated,
     ev.StallSuspected,

@@ -40,6 +40,8 @@ class RequestRecord(msgspec.Struct):
     """How many loads of this request failed, by the token up to which they would have brought it."""
     skipping: bool = False
     """Its last save was skipped, so further skips are not news."""
+    after_failure: Literal["deferred", "answered"] | msgspec.UnsetType = msgspec.UNSET
+    """What its lookups with a hit were told since its last load failed; a load that is planned begins anew."""
 
 
 class Job(msgspec.Struct):
@@ -77,6 +79,8 @@ class Load(msgspec.Struct):
     outcomes: dict[int, str] = {}
     failed: bool = False
     suspected: bool = False
+    ended: str | msgspec.UnsetType = msgspec.UNSET
+    """How its request ended while the load was open."""
 
 
 class Book(msgspec.Struct):
@@ -138,6 +142,7 @@ class State:
             ev.JobSettled: self._job_settled,
             ev.BlocksFreed: self._blocks_freed,
             ev.LookupAnswered: self._lookup_answered,
+            ev.LookupDeferred: self._lookup_deferred,
             ev.LookupSuppressed: self._lookup_suppressed,
             ev.LoadPlanned: self._load_planned,
             ev.LoadRegistered: self._load_registered,
@@ -231,14 +236,19 @@ class State:
     def _enter(self, request: str, generation: int, state: RequestState, seq: int) -> None:
         record = self.book.requests.get(request)
         if record is None or record.generation != generation:
-            failed_loads = record.failed_loads if record is not None else {}
-            self.book.requests[request] = RequestRecord(generation, state, seq, failed_loads=failed_loads)
+            fresh = RequestRecord(generation, state, seq)
+            if record is not None:
+                fresh.failed_loads, fresh.after_failure = record.failed_loads, record.after_failure
+            self.book.requests[request] = fresh
         else:
             record.state = state
             record.since_seq = seq
 
     def _request_ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
         self.book.requests.pop(event.request, None)
+        load = self.book.loads.get(self.book.loading.get(event.request, -1))
+        if load is not None and not load.ended:
+            load.ended = event.reason if isinstance(event, ev.RequestFinished) else "aborted"
 
     # --- store jobs ---------------------------------------------------------------------------------------------------
 
@@ -331,11 +341,19 @@ class State:
         record = self.book.requests.get(event.request)
         if record is not None:
             record.looked_up = (event.hit_tokens, event.local_tokens)
+            if record.after_failure and event.hit_tokens:
+                record.after_failure = "answered"
+
+    def _lookup_deferred(self, event: ev.LookupDeferred) -> None:
+        record = self.book.requests.get(event.request)
+        if record is not None:
+            record.after_failure = "deferred"
 
     def _lookup_suppressed(self, event: ev.LookupSuppressed) -> None:
         record = self.book.requests.get(event.request)
         if record is not None:
             record.looked_up = (0, event.local_tokens)
+            record.after_failure = "answered"
 
     def _load_planned(self, event: ev.LoadPlanned) -> None:
         book = self.book
@@ -356,6 +374,7 @@ class State:
         _count_up(self.targets, event.blocks)
         book.next_load = event.load + 1
         self._enter(event.request, event.generation, "loading", event.seq)
+        book.requests[event.request].after_failure = msgspec.UNSET
 
     def _load_registered(self, event: ev.LoadRegistered) -> None:
         load = self._load(event.load)

@@ -299,7 +299,7 @@ ADD_A_COPY_OF_EVENT_6 = (
 @pytest.mark.parametrize(
     ("statements", "expected"),
     [
-        (["UPDATE events SET data = replace(data, '100', '101') WHERE seq = 6"], [(6, "changed")]),
+        (["UPDATE events SET data = json_set(data, '$.prompt_tokens', 101) WHERE seq = 6"], [(6, "changed")]),
         (["UPDATE events SET data = data || ' ' WHERE seq IN (6, 7)"], [(6, "changed"), (7, "changed")]),
         (["DELETE FROM events WHERE seq = 6"], [(6, "removed")]),
         (["DELETE FROM events WHERE seq = 1"], [(1, "removed")]),
