@@ -129,12 +129,14 @@ def _collect(
 
 def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
     told: dict[str, None] = {}
+    elsewhere: list[tuple[int, int]] = []
     for other, log in enumerate(logs):
         if other == index:
             continue
         for key in finding.facts.get("keys", ()):
             if key in log.puts:
                 told.setdefault(_of_key(log.puts[key], log))
+                elsewhere.append((other, log.puts[key].started.job))
                 break
         for transfer in finding.facts.get("transfers", ()):
             side = _side(logs[index].transfers.get(transfer, ()))
@@ -144,7 +146,14 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
                 break
     if not told:
         return finding
-    return msgspec.structs.replace(finding, culprit="; ".join([*told, finding.culprit]))
+    inferred = [finding.inferred] if finding.inferred else []
+    inferred += ["that what the other log has of these keys is why they cannot be loaded"] if elsewhere else []
+    return msgspec.structs.replace(
+        finding,
+        culprit="; ".join([*told, finding.culprit]),
+        elsewhere=tuple(elsewhere),
+        inferred="; ".join(inferred),
+    )
 
 
 def _of_key(calls: _Calls, log: _Log) -> str:
@@ -152,8 +161,8 @@ def _of_key(calls: _Calls, log: _Log) -> str:
     where = f"event {calls.started.seq} of {log.name}"
     if calls.finished is None:
         end = log.result.end
-        how = ", and that log ends torn" if end is not None and end.how == "torn" else ""
-        return f"{job} was putting these keys ({where}), and the call never returned{how}"
+        how = ", which ends torn" if end is not None and end.how == "torn" else ""
+        return f"{job} was putting these keys ({where}), and no return of the call is in that log{how}"
     return f"{job} had put these keys ({where}), which ended {calls.finished.outcome}"
 
 
@@ -189,7 +198,7 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
     if ev.SendSettled in kinds:
         return f"{engine} settled it as {_outcome(events, ev.SendSettled)} {at}"
     if ev.SendStarted not in kinds:
-        asked = "was never asked for it"
+        asked = "was not asked for it, as far as its log goes"
         if ev.SendReady not in kinds:
             return f"{engine} has not computed it yet {at}"
         return f"{engine} {asked}, and let it expire {at}" if ev.SendExpired in kinds else f"{engine} {asked} {at}"

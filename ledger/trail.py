@@ -25,11 +25,13 @@ KEPT_EVENTS_PER_REQUEST = 200
 
 
 KEPT_OVER = 1024
-"""Jobs and loads that are remembered after they ended, for reports and evidence that come late."""
+"""Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late."""
+
+RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
 
 class Over(msgspec.Struct, frozen=True):
-    """A job or load that has ended.
+    """A job, load or transfer that has ended.
 
     Attributes:
         event: the event that ended it: for a job, when its blocks were freed.
@@ -37,7 +39,7 @@ class Over(msgspec.Struct, frozen=True):
     """
 
     request: str
-    event: ev.JobSettled | ev.BlocksFreed | ev.LoadSettled
+    event: ev.JobSettled | ev.BlocksFreed | ev.LoadSettled | ev.SendSettled | ev.SendExpired | ev.RecvSettled
     blocks: Blocks = ()
 
 
@@ -54,7 +56,8 @@ class Trail:
         requests: by request id, from the first event that names it until it ends.
         answered: by rank, the last event by which that rank answered a job or a load.
         reported: by rank, its last report of a store job.
-        over: the jobs and loads that ended last, by `("job" or "load", id)`.
+        over: the jobs, loads and transfers that ended last, by `("job", "load" or "transfer", id)`.
+        ended: the requests that ended last, by their id.
         opened: the log's first event, if the log has it.
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
@@ -74,7 +77,8 @@ class Trail:
         self.closed: ev.LogClosed | None = None
         self.gaps: list[ev.Gap] = []
         self._restored_seq = 0
-        self.over: dict[tuple[str, int], Over] = {}
+        self.over: dict[tuple[str, int | str], Over] = {}
+        self.ended: dict[str, RequestEnd] = {}
         self._owners: dict[int, str] = {}
 
     @property
@@ -124,6 +128,14 @@ class Trail:
             return self.recvs.get(request)
         return None
 
+    def last_end(self, request: str, job: int = -1, load: int = -1, transfer: str = "") -> list[ev.Event]:
+        """Return how a request and its job, load or transfer ended, as far as that is remembered, in their order."""
+        keys: tuple[tuple[str, int | str], ...] = (("job", job), ("load", load), ("transfer", transfer))
+        found: list[ev.Event] = [over.event for key in keys if (over := self.over.get(key)) is not None]
+        if request in self.ended:
+            found.append(self.ended[request])
+        return sorted(found, key=lambda event: event.seq)
+
     def request_of_ended_job(self, job: int) -> str:
         """Return the request of a job that ended not long ago; empty if it is not known any more."""
         over = self.over.get(("job", job))
@@ -140,6 +152,7 @@ class Trail:
         | ev.RequestPreempted
         | ev.RequestResumed
         | ev.LookupAnswered
+        | ev.LookupDeferred
         | ev.LookupSuppressed
         | ev.LoadRecovered,
     ) -> None:
@@ -152,14 +165,18 @@ class Trail:
             del chain[1 : KEPT_EVENTS_PER_REQUEST // 2]
 
     on_request_scheduled = on_request_preempted = on_request_resumed = _request
-    on_lookup_answered = on_lookup_suppressed = _request
+    on_lookup_answered = on_lookup_deferred = on_lookup_suppressed = _request
 
     def on_load_recovered(self, event: ev.LoadRecovered) -> None:
         if event.request in self.requests:
             self._request(event)
 
-    def _request_ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
+    def _request_ended(self, event: RequestEnd) -> None:
         self.requests.pop(event.request, None)
+        ended = self.ended
+        ended[event.request] = event
+        if len(ended) > KEPT_OVER:
+            del ended[next(iter(ended))]
 
     on_request_finished = on_request_aborted = _request_ended
 
@@ -196,7 +213,7 @@ class Trail:
             del self.jobs_of[request]
         self._note_over(("job", job), Over(request, event))
 
-    def _note_over(self, key: tuple[str, int], what: "Over") -> None:
+    def _note_over(self, key: tuple[str, int | str], what: "Over") -> None:
         over = self.over
         over[key] = what
         if len(over) > KEPT_OVER:
@@ -234,6 +251,7 @@ class Trail:
 
     def _sent(self, event: ev.SendSettled | ev.SendExpired) -> None:
         del self.sends[event.request]
+        self._note_over(("transfer", event.transfer), Over(event.request, event))
 
     on_send_settled = on_send_expired = _sent
 
@@ -247,6 +265,7 @@ class Trail:
 
     def on_recv_settled(self, event: ev.RecvSettled) -> None:
         del self.recvs[event.request]
+        self._note_over(("transfer", event.transfer), Over(event.request, event))
 
     # --- evidence and suspicions, of jobs and loads -----------------------------------------------------------------
 

@@ -75,9 +75,55 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
 
 
+def rank_runs(runs: Ranges) -> str:
+    """Return `rank 1` or `ranks 1-3, 7`, of ranks as an event holds them."""
+    return f"{'rank' if count_of(runs) == 1 else 'ranks'} {ranges(runs)}"
+
+
+def count_of(runs: Ranges) -> int:
+    """Return how many numbers the runs name."""
+    return sum(abs(last - first) + 1 for first, last in runs)
+
+
 def blocks(named: Blocks, limit: int = 4) -> str:
-    """Return `5-15 (group 0); 3 (group 1)`, the first `limit` runs of each group."""
+    """Return `5-15`, or with several groups `5-15 (group 0); 3 (group 1)`, the first `limit` runs of each.
+
+    Where no group is named it is group 0, as in the options of the command line: most engines have no other.
+    """
+    if len(named) == 1 and named[0][0] == 0:
+        return ranges(named[0][1], limit)
     return "; ".join(f"{ranges(runs, limit)} (group {group})" for group, runs in named) or "none"
+
+
+def these_blocks(named: Blocks, limit: int = 4) -> str:
+    """Return `block 3`, `blocks 5-15` or `blocks 5-15 (group 0); 3 (group 1)`."""
+    one = len(named) == 1 and count_of(named[0][1]) == 1
+    return f"{'block' if one else 'blocks'} {blocks(named, limit)}"
+
+
+def call(op: str, transfer: str, rank: int) -> str:
+    """Return what a call is called: `put #7 of rank 0`.
+
+    A worker numbers its calls to the store, `0-7`. A transfer between engines has a name: `pull of x1 by rank 0`.
+    """
+    number = _number(transfer, rank)
+    return f"{op} #{number} of rank {rank}" if number else f"{op} of {transfer} by rank {rank}"
+
+
+def call_of_its_rank(op: str, transfer: str, rank: int) -> str:
+    """Return what a call is called where its rank was just named: `put #7`, `pull of x1`."""
+    number = _number(transfer, rank)
+    return f"{op} #{number}" if number else f"{op} of {transfer}"
+
+
+def _number(transfer: str, rank: int) -> str:
+    lead, dash, number = transfer.partition("-")
+    return number if dash and lead == str(rank) and number.isdigit() else ""
+
+
+def was(named: Blocks) -> str:
+    """Return the verb that goes with `these_blocks`: `was` for one block, `were` for more."""
+    return "was" if len(named) == 1 and count_of(named[0][1]) == 1 else "were"
 
 
 def request(name: str, generation: int = 1) -> str:
@@ -119,7 +165,7 @@ def _fields(event: ev.Event) -> str:
     for name, default in zip(event.__struct_fields__[5:], _defaults(event), strict=True):
         value = getattr(event, name)
         if name not in envelope and value != default:
-            told.append(f"{name} {blocks(value) if name == 'blocks' else value}")
+            told.append(these_blocks(value) if name == "blocks" else f"{name} {value}")
     return " ".join([ev.kind_of(event).replace("_", " "), *([f"({', '.join(told)})"] if told else [])])
 
 
@@ -155,7 +201,7 @@ def _run(event: ev.RequestScheduled | ev.RequestResumed) -> str:
 def _started(event: ev.TransferStarted) -> str:
     what = [plural(len(event.keys), "key")] if event.keys else []
     what += [size(event.bytes)] if event.bytes else []
-    what += [f"blocks {blocks(event.blocks)}"] if event.blocks else []
+    what += [these_blocks(event.blocks)] if event.blocks else []
     return f"{_call(event)} began{': ' if what else ''}{', '.join(what)}"
 
 
@@ -170,7 +216,7 @@ def _call(event: ev.TransferStarted | ev.TransferFinished) -> str:
     if event.job < 0 and event.load < 0:
         peer = f" with {event.peer}" if event.peer else ""
         return f"{event.op} of {event.transfer}{peer}"
-    return f"{event.op} {event.transfer} of {_work(event)}"
+    return f"{call_of_its_rank(event.op, event.transfer, event.rank)} for {_work(event)}"
 
 
 _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
@@ -183,44 +229,47 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.RequestFinished: lambda e: f"{request(e.request, e.generation)} finished{': ' + e.reason if e.reason else ''}",
     ev.RequestAborted: lambda e: f"{request(e.request, e.generation)} aborted{' while ' + e.was if e.was else ''}",
     ev.JobRegistered: lambda e: (
-        f"store job {e.job} registered for {request(e.request, e.generation)}; ranks {ranges(e.ranks)} must report"
+        f"store job {e.job} registered for {request(e.request, e.generation)}; {rank_runs(e.ranks)} must report"
     ),
-    ev.PinTouched: lambda e: f"job {e.job} pins blocks {blocks(e.blocks)}",
+    ev.PinTouched: lambda e: f"job {e.job} pins {these_blocks(e.blocks)}",
     ev.JobSkipped: lambda e: (
         f"a save of {request(e.request, e.generation)} was skipped: {e.reason} ({e.limit}) was reached"
     ),
     ev.RankCompleted: lambda e: f"rank {e.rank} reported job {e.job}: {e.outcome}{_because(e)}",
     ev.JobSettled: lambda e: (
         f"job {e.job} settled: every rank has reported"
-        f"{f'; failed on {ranges(e.failed_ranks)}' if e.failed_ranks else ''}"
+        f"{f'; failed on {rank_runs(e.failed_ranks)}' if e.failed_ranks else ''}"
     ),
-    ev.BlocksFreed: lambda e: f"job {e.job} freed blocks {blocks(e.blocks)}",
+    ev.BlocksFreed: lambda e: f"job {e.job} freed {these_blocks(e.blocks)}",
     ev.LookupAnswered: lambda e: (
         f"the store holds {plural(e.hit_tokens, 'token')} of {request(e.request, e.generation)} beyond "
         f"{e.local_tokens:,} held locally"
     ),
+    ev.LookupDeferred: lambda e: (
+        f"the lookup of {request(e.request, e.generation)} was put off once, since its last load failed "
+        f"({plural(e.hit_tokens, 'token')} in the store)"
+    ),
     ev.LookupSuppressed: lambda e: (
         f"{request(e.request, e.generation)} was told of no hit ({plural(e.hit_tokens, 'token')} in the store): its "
-        "loads "
-        f"failed {e.failures} times"
+        f"loads failed {e.failures} times"
     ),
     ev.LoadPlanned: lambda e: (
-        f"load {e.load} planned for {request(e.request, e.generation)}: {plural(e.tokens, 'token')} into blocks "
-        f"{blocks(e.blocks)}"
+        f"load {e.load} planned for {request(e.request, e.generation)}: {plural(e.tokens, 'token')} into "
+        f"{these_blocks(e.blocks)}"
     ),
-    ev.LoadRegistered: lambda e: f"load {e.load} given to the workers; ranks {ranges(e.ranks)} must answer",
+    ev.LoadRegistered: lambda e: f"load {e.load} given to the workers; {rank_runs(e.ranks)} must answer",
     ev.RankLoaded: lambda e: f"rank {e.rank} answered load {e.load}: {e.outcome}{_because(e)}",
     ev.LoadFailed: lambda e: f"load {e.load} failed on rank {e.rank}{_because(e)}",
     ev.LoadSettled: lambda e: (
-        f"load {e.load} settled: {e.outcome}{f'; ranks {ranges(e.missing)} had not answered' if e.missing else ''}"
+        f"load {e.load} settled: {e.outcome}{f'; {rank_runs(e.missing)} had not answered' if e.missing else ''}"
     ),
     ev.LoadRecovered: lambda e: f"after load {e.load}, {request(e.request, e.generation)}: {e.action}",
     ev.ReportIgnored: lambda e: f"a late result of a {e.what} was ignored: {e.why}",
     ev.SendRegistered: lambda e: (
-        f"{request(e.request, e.generation)} will be sent as {e.transfer}; ranks {ranges(e.ranks)} must report"
+        f"{request(e.request, e.generation)} will be sent as {e.transfer}; {rank_runs(e.ranks)} must report"
     ),
     ev.SendReady: lambda e: (
-        f"send {e.transfer} ready: blocks {blocks(e.blocks)} of {request(e.request, e.generation)} are held"
+        f"send {e.transfer} ready: {these_blocks(e.blocks)} of {request(e.request, e.generation)} are held"
         f"{f', for {span(e.timeout_ns)} at most' if e.timeout_ns else ''}"
     ),
     ev.SendStarted: lambda e: f"rank {e.rank} was asked for {e.transfer} by {e.peer} and begins to push",
@@ -229,11 +278,11 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ),
     ev.SendSettled: lambda e: f"send {e.transfer} of request {e.request} settled: {e.outcome}",
     ev.SendExpired: lambda e: (
-        f"send {e.transfer} of request {e.request} expired: ranks {ranges(e.expired_ranks)} waited in vain"
+        f"send {e.transfer} of request {e.request} expired: {rank_runs(e.expired_ranks)} waited in vain"
     ),
     ev.RecvRegistered: lambda e: (
         f"{request(e.request, e.generation)} waits for {e.transfer} from prefill engine {e.prefill or '(unknown)'}: "
-        f"blocks {blocks(e.blocks)}, ranks {ranges(e.ranks)}"
+        f"{these_blocks(e.blocks)}, {rank_runs(e.ranks)}"
     ),
     ev.PeersNamed: lambda e: f"rank {e.rank} asks {', '.join(e.peers)} for {e.transfer}",
     ev.PeerSettled: lambda e: (
@@ -242,18 +291,18 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.RecvFailed: lambda e: f"recv {e.transfer} of request {e.request} failed on rank {e.rank}{_because(e)}",
     ev.RecvSettled: lambda e: f"recv {e.transfer} of request {e.request} settled: {e.outcome}",
     ev.RecvRecovered: lambda e: f"after recv {e.transfer}, {request(e.request, e.generation)}: {e.action}",
-    ev.BlocksAllocated: lambda e: f"blocks {blocks(e.blocks)} were given to {request(e.request, e.generation)}",
-    ev.BlocksReleased: lambda e: f"blocks {blocks(e.blocks)} were given up by {request(e.request, e.generation)}",
+    ev.BlocksAllocated: lambda e: (
+        f"{these_blocks(e.blocks)} {was(e.blocks)} given to {request(e.request, e.generation)}"
+    ),
+    ev.BlocksReleased: lambda e: (
+        f"{these_blocks(e.blocks)} {was(e.blocks)} given up by {request(e.request, e.generation)}"
+    ),
     ev.TransferStarted: _started,
     ev.TransferFinished: _finished,
     ev.PoisonCaught: lambda e: (
-        f"rank {e.rank} caught block {e.block} of group {e.group} changing under job {e.job} of request {e.request}; "
-        + (f"key {e.key} was removed" if e.removed else f"key {e.key} could NOT be removed ({e.raw})")
-    ),
-    ev.PoisonCaught: lambda e: (
-        f"block {e.group}:{e.block} changed while job {e.job} put it: fingerprint {e.before} became {e.after}; key "
-        f"{e.key} "
-        f"{'was removed' if e.removed else f'could NOT be removed (raw {e.raw})'}"
+        f"block {e.block}{f' (group {e.group})' if e.group else ''} changed while job {e.job} put it: fingerprint "
+        f"{e.before} became {e.after}; key {e.key} "
+        + ("was removed" if e.removed else f"could NOT be removed (raw {e.raw})")
     ),
     ev.LogOpened: lambda e: f"log opened by engine {e.engine}, boot {e.boot}",
     ev.Checkpoint: lambda e: (
@@ -264,7 +313,7 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.InvariantViolated: lambda e: f"BROKEN RULE {e.rule}: {e.detail}",
     ev.StallSuspected: lambda e: (
         f"{_work(e)} suspected to be stalled: open for {span(e.waited_ns)}"
-        f"{f', ranks {ranges(e.missing)} have not answered' if e.missing else ''}"
+        f"{f', no answer of {rank_runs(e.missing)}' if e.missing else ''}"
     ),
     ev.LogClosed: lambda e: f"log closed: {e.reason}{' ' + e.exception if e.exception else ''}",
 }

@@ -51,6 +51,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         chain: the events that show it, in order.
         notes: lines of text that the report adds, e.g. the time line of a block.
         facts: what else is known, as data; it stands in the `story` of the public report.
+        loads: loads concerned.
+        suffering: those of `requests` that only bear the consequences: they wait behind it, or loaded what was wrong.
+        elsewhere: jobs of other logs that it is about: index of the log, and job. Known when logs are joined.
+        cause: a name for why it happened; findings of one kind and one cause in a log are one incident.
+        shown: what of the culprit and title the events show, where they show a part of it only.
+        inferred: the part that is concluded from them.
+        also: what is to be done about it as well, when it is the consequence of another finding.
     """
 
     kind: str
@@ -69,6 +76,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     chain: tuple[ev.Event, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = {}
+    loads: tuple[int, ...] = ()
+    suffering: tuple[str, ...] = ()
+    elsewhere: tuple[tuple[int, int], ...] = ()
+    cause: str = ""
+    shown: str = ""
+    inferred: str = ""
+    also: str = ""
+
+    @property
+    def transfers(self) -> tuple[str, ...]:
+        """The P/D transfers concerned."""
+        return tuple(self.facts.get("transfers", ()))
 
     @property
     def evidence(self) -> tuple[int, ...]:

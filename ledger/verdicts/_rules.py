@@ -85,7 +85,9 @@ class Broken(msgspec.Struct, frozen=True):
     blind: str
     """Why the log cannot show that the rule was broken; empty if it can."""
     before: tuple[ev.Event, ...]
-    """The last events of that job or load before."""
+    """The beginning of that job, load or transfer and its last events before; how it ended if it was over."""
+    is_report: bool = False
+    """Whether a rank's report broke it, and no act of the scheduler."""
 
 
 class RuleVerdict(Verdict):
@@ -102,14 +104,14 @@ class RuleVerdict(Verdict):
         """Take an event that the book refused, if its rule is of this kind."""
         is_report = isinstance(event, ev.RankCompleted | ev.RankLoaded | ev.RankSent | ev.PeerSettled)
         if kind_of_rule(refusal.rule, is_report) in self.kinds:
-            self.take(event, refusal.rule, refusal.detail)
+            self.take(event, refusal.rule, refusal.detail, is_report)
 
     def on_invariant_violated(self, event: ev.InvariantViolated) -> None:
         """Take a broken rule that the engine noticed itself."""
         if kind_of_rule(event.rule, event.rank >= 0) in self.kinds:
-            self.take(event, event.rule, event.detail)
+            self.take(event, event.rule, event.detail, event.rank >= 0)
 
-    def take(self, event: ev.Event, rule: str, detail: str) -> None:
+    def take(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> None:
         """Keep a broken rule with what the trail knows of its job or load at this moment."""
         self.count += 1
         if len(self.broken) >= KEPT:
@@ -130,6 +132,9 @@ class RuleVerdict(Verdict):
         gap = next(
             (gap for gap in trail.gaps if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)), None
         )
+        shown = [*chain[:1], *chain[max(len(chain) - 4, 1) :]]
+        if not chain:  # it is over, and how it ended says what the late event came after
+            shown = trail.last_end(request, job, load, transfer)
         self.broken.append(
             Broken(
                 event=event,
@@ -145,7 +150,8 @@ class RuleVerdict(Verdict):
                 blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
                 if gap
                 else "",
-                before=tuple(chain[-5:]),
+                before=tuple(shown),
+                is_report=is_report,
             )
         )
 
@@ -155,9 +161,13 @@ class RuleVerdict(Verdict):
         for broken in self.broken:
             alike.setdefault(broken.rule, []).append(broken)
         for group in alike.values():
-            yield self.finding(group)
+            yield self.finding(group, end)
 
-    def finding(self, group: list[Broken]) -> Finding:
+    def advise(self, first: Broken, end: End) -> str:
+        """Return what to do next."""
+        return self.advice
+
+    def finding(self, group: list[Broken], end: End) -> Finding:
         """Return the finding for one rule, broken once or more."""
         first = group[0]
         certain: Certainty = "undecidable" if first.blind else "proven"
@@ -176,10 +186,18 @@ class RuleVerdict(Verdict):
             blocks=tuple(sorted({block for broken in group for block in broken.blocks})),
             ranks=tuple(sorted({broken.rank for broken in group if broken.rank >= 0})),
             code=None,
-            culprit=f"rule {first.rule}, broken at event {first.event.seq}",
-            advice=self.advice,
+            culprit=f"{_who(first)}, which broke the rule {first.rule} at event {first.event.seq}",
+            advice=self.advise(first, end),
             lead_seq=first.event.seq,
             doubt=first.blind,
             facts={"transfers": list(dict.fromkeys(broken.transfer for broken in group if broken.transfer))},
-            chain=tuple({event.seq: event for event in shown}.values()),
+            chain=tuple({event.seq: event for event in sorted(shown, key=lambda event: event.seq)}.values()),
+            loads=tuple(dict.fromkeys(broken.load for broken in group if broken.load >= 0)),
         )
+
+
+def _who(broken: Broken) -> str:
+    """Return whose act broke the rule, as far as the event says: who is at fault is not in it."""
+    if broken.is_report and broken.rank >= 0:
+        return f"a report of rank {broken.rank}"
+    return "an act of the scheduler" if broken.event.source == ev.SCHEDULER else f"an act of {broken.event.source}"

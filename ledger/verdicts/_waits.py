@@ -143,17 +143,16 @@ def describe(view: RankView, waited: str) -> str:
     """Return what a missing rank was last seen doing, as a sentence. `waited` is what it owes: `job 3`."""
     last = view.last
     if isinstance(last, ev.TransferStarted):
-        to = f" to {last.peer}" if last.peer else ""
-        return (
-            f"rank {view.rank} called {last.op} {last.transfer}{to} at event {last.seq}, and the call has not returned"
-        )
+        to = f" with {last.peer}" if last.peer else ""
+        call = words.call_of_its_rank(last.op, last.transfer, last.rank)
+        return f"rank {view.rank} began {call}{to} at event {last.seq}, and no return of it is in this log"
     if isinstance(last, ev.TransferFinished):
         how = f"raised {last.exception}" if last.exception else f"ended {last.outcome}"
-        call = f"rank {view.rank}'s {last.op} {last.transfer}"
-        return f"{call} {how} at event {last.seq}, and no report of {waited} followed"
+        call = words.call(last.op, last.transfer, view.rank)
+        return f"{call} {how} at event {last.seq}, and no report of {waited} is in this log after it"
     if view.doing == "unknown":
         return f"what rank {view.rank} did is not recorded"
-    return f"nothing was seen of rank {view.rank} for {waited}"
+    return f"nothing of rank {view.rank} for {waited} is in this log"
 
 
 def evidence(wait: Wait) -> list[ev.Event]:

@@ -13,7 +13,6 @@ class DoubleFree(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("double_free",)
     advice: ClassVar[str] = (
-        "Treat KV of these blocks as wrong from that event on: reset the prefix cache, and see `kvledger blame` for "
-        "who uses "
-        "them."
+        "Treat KV of these blocks as wrong from that event on: reset the prefix cache. `kvledger blame FILE G:B` says "
+        "who uses a block."
     )

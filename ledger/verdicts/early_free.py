@@ -20,19 +20,31 @@ from ledger.state import Load
 from ledger.trail import End, Trail
 from ledger.transfers import Recv
 from ledger.verdicts import Finding
-from ledger.verdicts._rules import RuleVerdict
+from ledger.verdicts._rules import Broken, RuleVerdict
 
 KEPT_RELEASES = 200
+
+KEPT_AFTER = 6
+"""Later events of the same work that are kept: they show that it was not over."""
+
+Subject = tuple[str, int | str]
+"""`("job", id)`, `("load", id)` or `("transfer", id)`."""
 
 
 class _Released(msgspec.Struct, frozen=True):
     event: ev.BlocksAllocated | ev.RequestScheduled | ev.RequestResumed | ev.TransferStarted | ev.TransferFinished
-    what: str
+    subject: Subject
     request: str
     began: int
     blocks: tuple[tuple[int, int], ...]
     waiting: tuple[int, ...]
     chain: tuple[ev.Event, ...]
+
+    @property
+    def what(self) -> str:
+        """What it is called: `store job 3`, `load 4`, `transfer x1`."""
+        kind, name = self.subject
+        return f"{'store job' if kind == 'job' else kind} {name}"
 
 
 class EarlyFree(RuleVerdict):
@@ -40,14 +52,38 @@ class EarlyFree(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("early_free",)
     advice: ClassVar[str] = (
-        "Blocks may be read or written after they were given away: reset the prefix cache before you trust it, and see "
-        "`kvledger blame` for who got them."
+        "Do not trust the output of who got the blocks since (`kvledger blame FILE G:B` names them), and reset the "
+        "prefix cache. The fault is in the connector that freed them: report it with this file."
     )
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self._released: list[_Released] = []
-        self._told: set[str] = set()
+        self._after: dict[Subject, list[ev.Event]] = {}
+        """What came later for the work that a finding is about: it was not over."""
+
+    def take(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> None:
+        """Keep a broken rule, and look out for what comes of its job, load or transfer."""
+        super().take(event, rule, detail, is_report)
+        self._after.setdefault(_subject(self.broken[-1]), [])
+
+    def finding(self, group: list[Broken], end: End) -> Finding:
+        """Return the finding for one rule, with what shows that the work was not over."""
+        found = super().finding(group, end)
+        return msgspec.structs.replace(found, chain=(*found.chain, *self._after.get(_subject(group[0]), ())))
+
+    def _answered(self, event: ev.PeerSettled | ev.RankSent | ev.RankLoaded) -> None:
+        if self._after:
+            self._note_after(
+                ("load", event.load) if isinstance(event, ev.RankLoaded) else ("transfer", event.transfer), event
+            )
+
+    on_peer_settled = on_rank_sent = on_rank_loaded = _answered
+
+    def _note_after(self, subject: Subject, event: ev.Event) -> None:
+        after = self._after.get(subject)
+        if after is not None and len(after) < KEPT_AFTER:
+            after.append(event)
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
         """Somebody gets blocks; a load or recv of somebody else into them must be over.
@@ -59,12 +95,12 @@ class EarlyFree(RuleVerdict):
             return
         given = set(numbers(event.blocks))  # one pool for all groups, so a number is one piece of memory
         for number, load in book.loads.items():
-            self._hit(event, given, f"load {number}", load.request, load, load.waiting, self.trail.loads[number])
+            self._hit(event, given, ("load", number), load.request, load, load.waiting, self.trail.loads[number])
         for request, recv in book.recvs.items():
             self._hit(
                 event,
                 given,
-                f"transfer {recv.transfer}",
+                ("transfer", recv.transfer),
                 request,
                 recv,
                 recv.missing_ranks(),
@@ -77,23 +113,22 @@ class EarlyFree(RuleVerdict):
         Evidence comes in late, so it is the step that the worker was told of, and its clock, that count.
         """
         if event.job >= 0:
-            key = ("job", event.job)
+            key: Subject = ("job", event.job)
         elif event.load >= 0:
             key = ("load", event.load)
         else:
+            if self._after:
+                self._note_after(("transfer", event.transfer), event)
             return
+        if self._after:
+            self._note_after(key, event)
         over = self.trail.over.get(key)
         if over is None or event.step <= over.event.step or event.ts_ns <= over.event.ts_ns:
             return
-        what = f"{'store job' if key[0] == 'job' else 'load'} {key[1]}"
-        if what not in self._told and len(self._released) < KEPT_RELEASES:
-            self._told.add(what)
-            blocks = over.event.blocks if isinstance(over.event, ev.BlocksFreed) else over.blocks
-            self._released.append(
-                _Released(
-                    event, what, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), (over.event,)
-                )
-            )
+        blocks = over.event.blocks if isinstance(over.event, ev.BlocksFreed) else over.blocks
+        self._keep(
+            _Released(event, key, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), (over.event,))
+        )
 
     on_transfer_started = on_transfer_finished = _called
 
@@ -105,10 +140,10 @@ class EarlyFree(RuleVerdict):
         number = book.loading.get(event.request, -1)
         load, recv = book.loads.get(number), book.recvs.get(event.request)
         if load is not None and load.waiting:
-            self._went_on(event, f"load {number}", load, load.waiting, self.trail.loads[number])
+            self._went_on(event, ("load", number), load, load.waiting, self.trail.loads[number])
         if recv is not None and recv.blocks and recv.missing_ranks():
             self._went_on(
-                event, f"transfer {recv.transfer}", recv, recv.missing_ranks(), self.trail.recvs[event.request]
+                event, ("transfer", recv.transfer), recv, recv.missing_ranks(), self.trail.recvs[event.request]
             )
 
     on_request_scheduled = on_request_resumed = _runs
@@ -116,7 +151,7 @@ class EarlyFree(RuleVerdict):
     def _went_on(
         self,
         event: ev.RequestScheduled | ev.RequestResumed,
-        what: str,
+        subject: Subject,
         opened: Load | Recv,
         waiting: tuple[int, ...],
         chain: list[ev.Event],
@@ -125,31 +160,31 @@ class EarlyFree(RuleVerdict):
         # A load that is not asynchronous is done within the step in which its request runs.
         if began is None or began.step >= event.step or event.generation != opened.generation:
             return
-        if what not in self._told and len(self._released) < KEPT_RELEASES:
-            self._told.add(what)
-            blocks = tuple(sorted(expand(opened.blocks)))
-            self._released.append(
-                _Released(event, what, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]))
-            )
+        blocks = tuple(sorted(expand(opened.blocks)))
+        self._keep(_Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:])))
 
     def _hit(
         self,
         event: ev.BlocksAllocated,
         given: set[int],
-        what: str,
+        subject: Subject,
         request: str,
         opened: Load | Recv,
         waiting: tuple[int, ...],
         chain: list[ev.Event],
     ) -> None:
-        if not waiting or what in self._told or len(self._released) >= KEPT_RELEASES:
+        if not waiting or subject in self._after or len(self._released) >= KEPT_RELEASES:
             return
         if event.request == request and event.generation == opened.generation:
             return
         hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
         if hit:
-            self._told.add(what)
-            self._released.append(_Released(event, what, request, opened.since_seq, hit, waiting, tuple(chain[-8:])))
+            self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:])))
+
+    def _keep(self, released: _Released) -> None:
+        if released.subject not in self._after and len(self._released) < KEPT_RELEASES:
+            self._after[released.subject] = []
+            self._released.append(released)
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the broken rules, and the loads whose blocks were given up under them."""
@@ -165,24 +200,33 @@ class EarlyFree(RuleVerdict):
                 culprit = f"the scheduler freed the blocks of {each.what} before every rank had settled"
             elif isinstance(each.event, ev.TransferStarted | ev.TransferFinished):
                 verb = "began" if isinstance(each.event, ev.TransferStarted) else "ended"
-                call = f"{each.event.op} {each.event.transfer}"
+                call = words.call_of_its_rank(each.event.op, each.event.transfer, each.event.rank)
                 title = f"rank {each.event.rank}'s {call} {verb} after {each.what} of request {each.request} was over"
                 culprit = f"the scheduler counted {each.what} as done on rank {each.event.rank} before it was"
             else:
                 title = f"request {each.request} went on while {ranks} may still write into its {blocks} ({each.what})"
                 culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
-            shown = [*each.chain, each.event]
+            shown = {event.seq: event for event in [*each.chain, each.event, *self._after[each.subject]]}
+            what, name = each.subject
             yield Finding(
                 kind="early_free",
                 certainty="proven",
                 title=title,
                 since_seq=each.event.seq,
                 requests=tuple(name for name in dict.fromkeys([each.request, each.event.request]) if name),
-                jobs=(each.event.job,) if getattr(each.event, "job", -1) >= 0 else (),  # type: ignore[attr-defined]
+                jobs=(name,) if what == "job" and isinstance(name, int) else (),
+                loads=(name,) if what == "load" and isinstance(name, int) else (),
                 blocks=tuple(sorted(each.blocks)),
                 ranks=each.waiting,
                 culprit=culprit,
                 advice=self.advice,
                 lead_seq=each.event.seq,
-                chain=tuple(shown),
+                chain=tuple(shown[seq] for seq in sorted(shown)),
+                facts={"transfers": [name]} if what == "transfer" else {},
             )
+
+
+def _subject(broken: Broken) -> Subject:
+    if broken.job >= 0:
+        return "job", broken.job
+    return ("load", broken.load) if broken.load >= 0 else ("transfer", broken.transfer)

@@ -10,7 +10,8 @@ from ledger import events as ev
 from ledger import words
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding
-from ledger.verdicts._rules import RuleVerdict
+from ledger.verdicts._ends import is_hard, is_near
+from ledger.verdicts._rules import Broken, RuleVerdict
 
 KEPT_LATE = 200
 
@@ -19,21 +20,25 @@ class LateEvent(RuleVerdict):
     """Results for what was over."""
 
     kinds: ClassVar[tuple[str, ...]] = ("late_event",)
-    advice: ClassVar[str] = (
-        "A late result is harmless where it is ignored. If the engine died at this moment, this result is the first "
-        "suspect."
-    )
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self._ignored: dict[tuple[str, str], list[ev.ReportIgnored]] = {}
+        self._before: dict[tuple[str, str], list[ev.Event]] = {}
         self._count = 0
 
     def on_report_ignored(self, event: ev.ReportIgnored) -> None:
         """Note a result that came late."""
         self._count += 1
         if self._count <= KEPT_LATE:
-            self._ignored.setdefault((event.what, event.why), []).append(event)
+            sort = event.what, event.why
+            if sort not in self._ignored:
+                self._before[sort] = self.trail.last_end(event.request, load=event.load, transfer=event.transfer)
+            self._ignored.setdefault(sort, []).append(event)
+
+    def advise(self, first: Broken, end: End) -> str:
+        """Return what to do next."""
+        return _advice(first.event, end)
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each sort of late result."""
@@ -51,8 +56,18 @@ class LateEvent(RuleVerdict):
                 ranks=tuple(sorted({event.rank for event in late if event.rank >= 0})),
                 code=first.code or None,
                 culprit=words.ranks([first.rank]) if first.rank >= 0 else f"the other side of the {what}",
-                advice=self.advice,
+                advice=_advice(first, end),
                 lead_seq=first.seq,
-                chain=tuple(late[:10]),
+                chain=(*self._before[what, why], *late[:10]),
+                loads=tuple(dict.fromkeys(event.load for event in late if event.load >= 0)),
                 facts={"transfers": list(dict.fromkeys(event.transfer for event in late if event.transfer))},
             )
+
+
+def _advice(event: ev.Event, end: End) -> str:
+    if is_hard(end) and is_near(event, end):
+        return (
+            "The log ends right after this result, so it is the first suspect for the end of the engine. Look for an "
+            f"error about this request in the engine's own log at {words.clock(event.ts_ns)} UTC."
+        )
+    return "Nothing, if this is all: it changed nothing. See in the evidence what had ended the work before it came."

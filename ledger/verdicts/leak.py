@@ -74,7 +74,6 @@ class Leak(Verdict):
         violated = [event for event in first.chain if isinstance(event, ev.InvariantViolated)]
         blocked = [name for name in blocked_requests(self.trail) if name != first.request]
         told = self._told(first, violated)
-        told += [f"waiting for blocks behind it: {words.listed(blocked)}"] if blocked else []
         held = words.plural(sum(count(wait.blocks) for wait in group), "block")
         more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
         codes = [each.code for last in failed for each in last.failures] + [last.code for last in failed]
@@ -87,6 +86,7 @@ class Leak(Verdict):
             ),
             since_seq=first.since_seq,
             requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
+            suffering=tuple(blocked),
             jobs=tuple(wait.number for wait in group if wait.what == "job"),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
@@ -95,21 +95,27 @@ class Leak(Verdict):
             advice=self._advice(first, bool(failed), end),
             lead_seq=min([event.seq for event in (failed or ended or violated)], default=first.since_seq),
             doubt=doubt,
+            shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
+            if doubt
+            else "",
             chain=tuple(evidence(first)),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
+            also=""
+            if _goes_on(end)
+            else "Restart the engine when it can be spared: only that gives these blocks back.",
         )
 
     @staticmethod
     def _why(first: Wait, end: End) -> str:
         open_for = words.span(first.open_ns)
         if first.quarantined:
-            return "is quarantined after a broken rule: its blocks stay held for good"
+            return "is quarantined after a broken rule: its blocks stay held until the engine is restarted"
         if first.what == "send":
             return f"holds blocks for a decode engine that has not fetched them for {open_for}"
         if first.missing:
-            settled = "had not settled by then" if _goes_on(end) else "never settled"
-            return f"{settled}: {words.ranks(first.ranks)} did not report for {open_for}"
-        freed = "had not freed its blocks by then" if _goes_on(end) else "never freed its blocks"
+            settled = "had not settled by then" if _goes_on(end) else "did not settle in this log"
+            return f"{settled}: no report of {words.ranks(first.ranks)} in {open_for}"
+        freed = "had not freed its blocks by then" if _goes_on(end) else "did not free its blocks in this log"
         return f"{freed}, although every rank has reported; open for {open_for}"
 
     @staticmethod
@@ -125,7 +131,7 @@ class Leak(Verdict):
     @staticmethod
     def _advice(first: Wait, failed: bool, end: End) -> str:
         if first.quarantined:
-            return "Restart the engine when it can be spared, to get the blocks back; see the broken rule above."
+            return "Restart the engine when it can be spared: only that gives these blocks back."
         if first.what == "send":
             return "Replay the decode engine's log together with this one: it shows whether the request arrived there."
         if not first.missing:
@@ -136,11 +142,10 @@ class Leak(Verdict):
         if _goes_on(end):
             later = "Replay the log without --until" if end.how == "as_of" else "Replay the log again in a minute"
             return f"{later}: the job may have settled since. If it has not, look at {where}."
-        if failed:
-            return (
-                f"Look at {where} at that time for the exception; only a restart of the engine gives the blocks back."
-            )
-        return f"Look at {where}; only a restart of the engine gives the blocks back."
+        seen = next((view.last for view in first.missing if view.last is not None), None)
+        at = f" at {words.clock(seen.ts_ns)} UTC" if seen is not None else ""
+        error = " for the error" if failed else ""
+        return f"Look at {where}{at}{error}; only a restart of the engine gives the blocks back."
 
     def _expiry(self) -> Finding:
         first = self._expired[0]
@@ -151,20 +156,22 @@ class Leak(Verdict):
         asked = any(isinstance(each, ev.SendStarted) for each in first.chain)
         failed = [each for each in first.chain if isinstance(each, ev.RankSent) and each.code]
         more = f" and {words.plural(self._expired_count - 1, 'more send')}" if self._expired_count > 1 else ""
+        inferred = ""
         if failed:
             why = words.failure(failed[0].code, failed[0].raw, failed[0].exception, failed[0].stage)
             culprit = f"the pushes of rank {failed[0].rank} failed: {why}"
         elif asked:
             culprit = "some decode workers asked and others did not: see whether all ranks of the decode engine lived"
         else:
-            culprit = "nobody asked for it: the decode engine rejected it, lost its client, or failed before asking"
+            culprit = "the decode engine, or the router before it: nobody asked for this transfer"
+            inferred = "why: the request was rejected there, lost its client, or failed before asking"
         return Finding(
             kind="leak",
             certainty="proven",
             title=(
                 f"send {event.transfer}{more} of request {event.request} held "
-                f"{words.plural(count(_blocks(first.chain)), 'block')} "
-                f"for {words.span(held_ns)} in vain, and was freed only because it expired"
+                f"{words.plural(count(_blocks(first.chain)), 'block')} for {words.span(held_ns)} in vain, and was "
+                "freed only because it expired"
             ),
             since_seq=ready.seq if ready is not None else event.seq,
             requests=tuple(dict.fromkeys(each.event.request for each in self._expired)),
@@ -173,10 +180,10 @@ class Leak(Verdict):
             code=failed[0].code if failed else None,
             culprit=culprit,
             advice=(
-                "Bounded: the blocks came back. Replay the decode engine's log together with this one to see why it "
-                "did not "
-                "fetch them; let the router tell the prefill engine when it gives a request up."
+                "Nothing is held any more. Replay the decode engine's log together with this one to see why it did not "
+                "fetch them, and let the router tell the prefill engine when it gives a request up."
             ),
+            inferred=inferred,
             lead_seq=event.seq,
             chain=(*first.chain, event),
             facts={"transfers": [each.event.transfer for each in self._expired]},

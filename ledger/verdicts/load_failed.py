@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import msgspec
 
+from ledger import codes, words
 from ledger import events as ev
-from ledger import words
 from ledger.blocks import from_ranges
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
@@ -69,6 +69,7 @@ class LoadFailed(Verdict):
         super().__init__(trail)
         self._failed: dict[str, list[_Failed]] = {}
         self._recvs: dict[tuple[str, str], list[ev.RecvFailed]] = {}
+        self._before: dict[tuple[str, str], list[ev.Event]] = {}
         self._count: dict[str, int] = {}
         self._loaded_ranks: set[int] = set()
         self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
@@ -94,6 +95,9 @@ class LoadFailed(Verdict):
         counted = f"recv {code} {event.stage}"
         self._count[counted] = self._count.get(counted, 0) + 1
         known = self._recvs.setdefault((code, event.stage), [])
+        if not known:
+            chain = self.trail.recvs[event.request]
+            self._before[code, event.stage] = [*chain[:1], *(each for each in chain[1:] if _is_failure(each))]
         if len(known) < KEPT_LOADS:
             known.append(event)
 
@@ -146,34 +150,36 @@ class LoadFailed(Verdict):
     def _finding(self, code: str, failed: list[_Failed]) -> Finding:
         first = failed[0]
         same_ranks = self._same_ranks(failed)
-        kind, how, culprit, advice, doubt = "load_failed", "", "", "", ""
+        kind, how, culprit, advice, doubt, shown, inferred = "load_failed", "", "", "", "", "", ""
         if same_ranks:
-            how = f", always on {words.ranks(first.ranks)}, which never loaded anything"
+            how = f", always on {words.ranks(first.ranks)}, which loaded nothing in this log"
             culprit = f"systematic: the lookup promises keys that {words.ranks(first.ranks)} cannot load"
+            shown = "who failed each time, and who did not"
+            inferred = "that the lookup does not ask for the keys of these ranks; its own settings would tell"
             advice = "See whose keys the lookup asks for: it must ask for those of every rank that loads."
         elif code == NOT_FOUND:
             kind, culprit, advice, doubt = self._gone(failed)
+            shown = "the lookup had a hit, and the load did not find the key" if doubt else ""
         elif code == "LEASE_EXPIRED":
             took = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
             culprit = (
                 f"the transfer took {words.span(took)}; the store's lease is {STORE_LEASE_S:g} s unless set otherwise"
             )
             advice = "Raise the master's default_kv_lease_ttl above the slowest transfer, or load less at a time."
+            shown = "the code, and how long the transfer took"
+            inferred = "how long the store's lease is: its settings are not in this log"
         if not culprit:
             ranks = sorted({rank for each in failed for rank in each.ranks})
             why = words.failure(code, first.failure.raw, first.failure.exception, first.failure.stage)
             culprit = f"{words.ranks(ranks)}: {why}"
-            advice = "See what this code means in docs/codes.md, and the worker log of that rank at that time."
+            advice = f"{_action(code)} The worker log of {words.ranks(ranks)} at {_at(first.failure)} has the error."
         number = self._count[code]
         recovered = ", ".join(f"{action} {times}" for action, times in self._recovered.items())
-        shown = [first.looked_up, first.planned, first.call, first.failure, first.settled]
+        events = [first.put, first.looked_up, first.planned, first.call, first.failure, first.settled]
         return Finding(
             kind=kind,
             certainty="suspected" if doubt else "proven",
-            title=(
-                f"{words.plural(number, 'load')} failed with {code}{how}"
-                f"{f'; what became of all failed loads: {recovered}' if recovered else ''}"
-            ),
+            title=f"{words.plural(number, 'load')} failed with {code}{how}",
             since_seq=first.planned.seq if first.planned is not None else first.failure.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed if each.request)),
             blocks=listed(tuple(part for each in failed for part in (each.planned.blocks if each.planned else ()))),
@@ -184,7 +190,11 @@ class LoadFailed(Verdict):
             lead_seq=first.call.seq if first.call is not None else first.failure.seq,
             doubt=doubt,
             facts={"keys": list(dict.fromkeys(key for each in failed[:20] for key in each.keys))},
-            chain=(*((first.put,) if first.put else ()), *(event for event in shown if event is not None)),
+            chain=tuple(event for event in events if event is not None),
+            notes=(f"what became of the requests of all failed loads: {recovered}",) if recovered else (),
+            loads=tuple(each.load for each in failed),
+            shown=shown,
+            inferred=inferred,
         )
 
     def _same_ranks(self, failed: list[_Failed]) -> bool:
@@ -212,9 +222,9 @@ class LoadFailed(Verdict):
             ranks=tuple(sorted({each.rank for each in failed})),
             code=code,
             culprit=f"rank {first.rank}{f', peer {first.peer}' if first.peer else ''}: {why}",
-            advice="Replay the prefill engine's log together with this one; see what this code means in docs/codes.md.",
+            advice=f"{_action(code)} Replay the prefill engine's log together with this one: it has the other side.",
             lead_seq=first.seq,
-            chain=tuple(failed[:6]),
+            chain=(*self._before[code, stage][:6], *failed[:6]),
             facts={"transfers": [each.transfer for each in failed]},
         )
 
@@ -235,9 +245,10 @@ class LoadFailed(Verdict):
                 "the store's evictions are not in this log; the log of its master would decide",
             )
         if first.put is not None:
+            call = words.call("put", first.put.transfer, first.put.rank)
             return (
                 "lost_store",
-                f"the store: {first.put.transfer} had put the key (event {first.put.seq}), and it was gone {after}",
+                f"the store: {call} had put the key (event {first.put.seq}), and it was gone {after}",
                 "See the master's log for a segment or a client that went away at that time.",
                 "the store's own doings are not in this log; the log of its master would decide",
             )
@@ -247,3 +258,17 @@ class LoadFailed(Verdict):
             "See the log of the store's master at that time.",
             "",
         )
+
+
+def _is_failure(event: ev.Event) -> bool:
+    return isinstance(event, ev.PeerSettled | ev.TransferFinished) and event.outcome != "ok"
+
+
+def _action(code: str) -> str:
+    """Return what the table of codes says is to be done."""
+    known = next((row for row in codes.CODES.values() if row.code == code), codes.CODES[codes.KVCacheErrorCode.UNKNOWN])
+    return known.action
+
+
+def _at(event: ev.Event) -> str:
+    return f"{words.clock(event.ts_ns)} UTC"

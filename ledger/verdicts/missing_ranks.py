@@ -62,12 +62,13 @@ class MissingRanks(Verdict):
             )
             if part
         )
+        verb = "waits" if len(group) == 1 else "wait"
         others = sorted(self.trail.answered)
         shown = [*evidence(first), *(event for wait in group[1:3] for event in wait.chain[:1])]
         return Finding(
             kind="missing_ranks",
             certainty=certain,
-            title=f"{words.ranks(ranks)} never answered, in the whole log: {what} wait for the same ranks",
+            title=f"no answer of {words.ranks(ranks)} is in this log: {what} {verb} for the same ranks",
             since_seq=first.since_seq,
             requests=tuple(dict.fromkeys(wait.request for wait in group)),
             jobs=tuple(jobs),
@@ -79,12 +80,13 @@ class MissingRanks(Verdict):
             ),
             advice=(
                 "This is no accident of one transfer. Compare the ranks that the scheduler expects with those that "
-                "run, and "
-                "see whether every worker runs the same connector and sends its reports."
+                "run, and see whether every worker runs the same connector and sends its reports."
             ),
             lead_seq=first.since_seq,
             doubt=doubt,
             chain=tuple(shown),
+            loads=tuple(loads),
+            inferred="" if doubt else "why: the ranks may not run, not report, or not exist",
         )
 
     def _counted_without(self, ranks: tuple[int, ...], settled: list[tuple[ev.LoadSettled, str]]) -> Finding:
@@ -92,6 +94,7 @@ class MissingRanks(Verdict):
         never = not any(rank in self.trail.answered for rank in ranks)
         systematic = never and len(settled) > 1
         more = f" and {words.plural(len(settled) - 1, 'more load')}" if len(settled) > 1 else ""
+        gone = "no answer of them is in this log" if never else "they answer other loads"
         return Finding(
             kind="missing_ranks",
             certainty="proven" if systematic else "suspected",
@@ -99,9 +102,10 @@ class MissingRanks(Verdict):
             since_seq=first.seq,
             requests=tuple(dict.fromkeys(request for _, request in settled if request)),
             ranks=ranks,
-            culprit=f"{'systematic: never' if never else 'once: not'} answered by {words.ranks(ranks)}",
+            culprit=f"{'systematic' if systematic else 'once'}: {words.ranks(ranks)}; {gone}",
             advice="Its blocks may be written after they were given away; look at the worker logs of these ranks.",
             lead_seq=first.seq,
             doubt="" if systematic else "these ranks answer other loads, so the answer may only have been late",
             chain=tuple(event for event, _ in settled[:10]),
+            loads=tuple(event.load for event, _ in settled),
         )

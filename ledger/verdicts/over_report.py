@@ -18,9 +18,8 @@ class OverReport(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("over_report",)
     advice: ClassVar[str] = (
-        "Look at the worker log of that rank: which job did it really finish? The blocks stay pinned, which is safe; "
-        "do not "
-        "free them by hand."
+        "Look at the worker log of that rank at that time: which job did it really finish? The blocks stay pinned, "
+        "which is safe; do not free them by hand."
     )
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:

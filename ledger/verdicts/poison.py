@@ -1,7 +1,8 @@
 """`poison`: a transfer read or wrote a block while it belonged to another request.
 
-    a read      a put stores what the new owner had written under the old owner's key; whoever loads that key gets wrong
-    KV a write     a get or a pull writes the old owner's KV over that of the new owner
+    a read      a put stores what the new owner had written under the old owner's key; whoever loads that key gets
+                wrong KV
+    a write     a get or a pull writes the old owner's KV over that of the new owner
 
 It is judged by ownership. The log records who got a block that open work still names (`blocks_allocated`); the work
 that was open then is on trial, and each of its calls that was open after that place is a hit. How certain that is
@@ -37,6 +38,8 @@ KEPT_RELEASES = 256
 
 KEPT_LOADERS = 500
 
+KEPT_ANSWERS = 4
+
 KEPT_CAUGHT = 500
 """Blocks of a job that a worker has seen change, and that are kept."""
 
@@ -55,6 +58,8 @@ class _Work(msgspec.Struct):
     generation: int
     began: ev.Event | None
     pinned: bool
+    load: int = -1
+    transfer: str = ""
 
 
 class _Grant(msgspec.Struct):
@@ -68,6 +73,8 @@ class _Grant(msgspec.Struct):
         written: the event from whose step on the new owner has written into the block; None if it may not have. A
             request that is scheduled writes in the step in which it gets the block. One that loads does when the load
             has ended well, or when it runs.
+        lost_by: why the old owner lost its blocks, as far as it is remembered: it was preempted, finished or aborted.
+        ran: the first run of the new owner that is known, with these blocks.
     """
 
     event: ev.BlocksAllocated
@@ -76,6 +83,8 @@ class _Grant(msgspec.Struct):
     works: dict[tuple[str, int | str], _Work]
     written: ev.Event | None = None
     load: int = -1
+    lost_by: ev.Event | None = None
+    ran: ev.Event | None = None
 
 
 class _Hit(msgspec.Struct):
@@ -89,6 +98,8 @@ class _Hit(msgspec.Struct):
     finished: ev.TransferFinished | None = None
     failed_keys: frozenset[str] = frozenset()
     caught: list[ev.PoisonCaught] = []
+    answers: list[ev.PeerSettled] = []
+    """What the peers of a transfer answered after the block was given away."""
 
     @property
     def proven(self) -> bool:
@@ -141,6 +152,7 @@ class Poison(Verdict):
         self._ends: list[ev.Event] = []
         self._open: dict[Call, list[_Hit]] = {}
         self._tainted: dict[str, _Hit] = {}
+        self._moved: dict[str, list[_Hit]] = {}
         self._loaders: dict[str, list[ev.TransferStarted]] = {}
         self._loader_count = 0
         self._caught: dict[tuple[int, int], list[ev.PoisonCaught]] = {}
@@ -196,19 +208,31 @@ class Poison(Verdict):
             if not self._is_owner(event, load.request, load) and load.waiting and _overlap(load.blocks, given):
                 chain = trail.loads.get(number)
                 works["load", number] = _Work(
-                    f"load {number}", -1, load.request, load.generation, chain[0] if chain else None, True
+                    f"load {number}", -1, load.request, load.generation, chain[0] if chain else None, True, load=number
                 )
         for request, recv in book.recvs.items():
             if not self._is_owner(event, request, recv) and recv.missing_ranks() and _overlap(recv.blocks, given):
                 chain = trail.recvs.get(request)
                 works["transfer", recv.transfer] = _Work(
-                    f"recv {recv.transfer}", -1, request, recv.generation, chain[0] if chain else None, True
+                    f"recv {recv.transfer}",
+                    -1,
+                    request,
+                    recv.generation,
+                    chain[0] if chain else None,
+                    True,
+                    transfer=recv.transfer,
                 )
         for request, send in book.sends.items():
             if not self._is_owner(event, request, send) and send.waiting and _overlap(send.blocks, given):
                 chain = trail.sends.get(request)
                 works["transfer", send.transfer] = _Work(
-                    f"send {send.transfer}", -1, request, send.generation, chain[0] if chain else None, True
+                    f"send {send.transfer}",
+                    -1,
+                    request,
+                    send.generation,
+                    chain[0] if chain else None,
+                    True,
+                    transfer=send.transfer,
                 )
         return works
 
@@ -248,8 +272,9 @@ class Poison(Verdict):
 
     def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
         for grant in self._grants:
-            if grant.written is None and grant.event.request == event.request:
-                grant.written = event
+            if grant.event.request == event.request:
+                grant.written = grant.written or event
+                grant.ran = grant.ran or event
 
     on_request_scheduled = on_request_resumed = _runs
 
@@ -282,6 +307,12 @@ class Poison(Verdict):
                 if self._tainted.get(key) is hit and key not in hit.tainted_keys():
                     del self._tainted[key]
 
+    def on_peer_settled(self, event: ev.PeerSettled) -> None:
+        """Keep what a peer answers after the blocks of its transfer were given away."""
+        for hit in self._moved.get(event.transfer, ()):
+            if event.rank == hit.started.rank and len(hit.answers) < KEPT_ANSWERS:
+                hit.answers.append(event)
+
     def on_poison_caught(self, event: ev.PoisonCaught) -> None:
         """Keep what a worker has seen change under its put."""
         known = self._caught.setdefault((event.job, event.rank), [])
@@ -298,9 +329,13 @@ class Poison(Verdict):
             return
         if grant.released is None:
             grant.released = self._released_before(grant, work)
+            grant.lost_by = self._lost_by(grant, work)
+            grant.ran = grant.ran or self._ran_in_step(grant)
         keys = tuple(started.keys[index] for index in touched if index < len(started.keys))
         hit = _Hit(started, grant, work, tuple(order[index] for index in touched), keys)
         self.hits.append(hit)
+        if work.transfer:
+            self._moved.setdefault(work.transfer, []).append(hit)
         self._open.setdefault(call, []).append(hit)
         for key in hit.tainted_keys():
             self._tainted.setdefault(key, hit)
@@ -313,6 +348,25 @@ class Poison(Verdict):
             if not isinstance(event, ev.BlocksReleased) or not grant.numbers.isdisjoint(numbers(event.blocks)):
                 return event
         return None
+
+    def _lost_by(self, grant: _Grant, work: _Work) -> ev.Event | None:
+        """Return the event after which the old owner had to give its blocks up."""
+        preempted = (
+            event
+            for event in reversed(self._ends)
+            if isinstance(event, ev.RequestPreempted)
+            and (event.request, event.generation) == (work.request, work.generation)
+        )
+        ended = self.trail.ended.get(work.request)
+        if ended is not None and (ended.generation != work.generation or ended.seq > grant.event.seq):
+            ended = None
+        return next(preempted, ended)
+
+    def _ran_in_step(self, grant: _Grant) -> ev.Event | None:
+        """Return the run of the new owner in the step in which it got the blocks."""
+        life = self.trail.requests.get(grant.event.request, [])
+        runs = [event for event in life if isinstance(event, ev.RequestScheduled | ev.RequestResumed)]
+        return runs[-1] if runs and runs[-1].step == grant.event.step else None
 
     # --- what was found ---------------------------------------------------------------------------------------------
 
@@ -348,21 +402,23 @@ class Poison(Verdict):
             f" and {len(owners) - 1} more" if len(owners) > 1 else ""
         )
         old = words.request(work.request, work.generation)
-        which = words.blocks(_grouped(blocks))
+        which = words.these_blocks(_grouped(blocks))
         if reads:
             read = "read" if proven else "may have read"
-            title = f"{work.name} of {old} {read} blocks {which} after they had been given to {new}"
+            title = f"{work.name} of {old} {read} {which} after they had been given to {new}"
             if stored:
                 hold = "hold" if proven else "may hold"
                 title += f": {words.plural(len(stored), 'key')} of {old} {hold} KV of another request"
             if len(stored) < len(keys):
                 pending = words.plural(len(keys) - len(stored), "key")
-                title += f"; a put of {pending} has not returned, and may store KV of another request"
+                title += f"; no return of a put of {pending} is in this log, and it may store KV of another request"
         else:
             wrote = "wrote" if proven else "may have written"
-            title = f"{work.name} of {old} {wrote} into blocks {which} after they had been given to {new}"
+            title = f"{work.name} of {old} {wrote} into {which} after they had been given to {new}"
         caught = [event for hit in told for event in hit.caught]
-        events = [work.began, first.grant.released, grant, first.started, first.finished, *loads[:4], *caught[:4]]
+        given = first.grant
+        events = [work.began, given.lost_by, given.released, grant, given.written, given.ran, first.started]
+        events += [first.finished, *first.answers, *loads[:4], *caught[:4]]
         chain = {event.seq: event for event in events if event is not None}
         return Finding(
             kind="poison",
@@ -375,11 +431,17 @@ class Poison(Verdict):
             ranks=tuple(sorted({hit.started.rank for hit in told})),
             culprit=self._culprit(work),
             advice=self._advice(work, keys),
+            also=f"The same for the keys of job {work.job}." if keys else "",
+            cause="the blocks of a job were given away" if work.job >= 0 else "",
+            suffering=tuple(name for name in dict.fromkeys([*owners, *loaders]) if name != work.request),
+            loads=(work.load,) if work.load >= 0 else (),
+            shown="" if proven else self._shown(first),
             lead_seq=grant.seq,
             doubt="" if proven else self._doubt(first),
             chain=tuple(chain[seq] for seq in sorted(chain)),
             notes=tuple(self._time_line(told)),
             facts={
+                **({"transfers": [work.transfer]} if work.transfer else {}),
                 "tainted": [
                     {
                         "key": key,
@@ -410,10 +472,9 @@ class Poison(Verdict):
             kind="poison",
             certainty="proven",
             title=(
-                f"blocks {words.blocks(_grouped(blocks))} changed while store job {job} of request {first.request} put "
-                "them: "
-                f"{words.plural(len(events), 'key')} held other KV than was meant, and "
-                f"{f'{len(left)} could not be removed' if left else 'were removed'}"
+                f"{words.these_blocks(_grouped(blocks))} changed while store job {job} of request {first.request} put "
+                f"{'it' if len(blocks) == 1 else 'them'}: {words.plural(len(events), 'key')} held other KV than was "
+                f"meant, and {f'{len(left)} could not be removed' if left else 'were removed'}"
             ),
             since_seq=first.seq,
             requests=(first.request,) if first.request else (),
@@ -459,11 +520,18 @@ class Poison(Verdict):
     def _advice(work: _Work, keys: list[str]) -> str:
         if keys:
             return (
-                f"Remove the keys from the store, or change cache_prefix: nothing heals them. See who read them with "
+                "Remove the keys from the store, or change cache_prefix: nothing heals them. See who read them with "
                 f"`kvledger blast-radius FILE --job {work.job}`."
             )
+        return "Do not trust the output of the new owner, and reset the prefix cache."
+
+    @staticmethod
+    def _shown(hit: _Hit) -> str:
+        grant, ended = hit.grant.event, hit.finished
+        until = f"to event {ended.seq}" if ended is not None else "on, with no return in this log"
         return (
-            "Do not trust the output of the new owner; reset the prefix cache, and see `kvledger blame` for the block."
+            f"the blocks had another owner from event {grant.seq} on, and the call on them was open from event "
+            f"{hit.started.seq} {until}"
         )
 
     @staticmethod
@@ -487,11 +555,13 @@ class Poison(Verdict):
         for hit in hits[:3]:
             released, grant, finished = hit.grant.released, hit.grant.event, hit.finished
             until = f"until event {released.seq}" if released is not None else f"until event {grant.seq} at the latest"
-            ended = f"to {finished.seq}" if finished is not None else "on, and has not returned"
+            ended = f"to {finished.seq}" if finished is not None else "on, with no return in this log"
+            call = words.call(hit.started.op, hit.started.transfer, hit.started.rank)
             yield (
-                f"blocks {words.blocks(_grouped(hit.blocks))}: {words.request(hit.work.request, hit.work.generation)} "
-                f"{until}; {words.request(grant.request, grant.generation)} from event {grant.seq}; "
-                f"{hit.started.op} {hit.started.transfer} of {hit.work.name} from event {hit.started.seq} {ended}"
+                f"{words.these_blocks(_grouped(hit.blocks))} belonged to "
+                f"{words.request(hit.work.request, hit.work.generation)} {until}, and to "
+                f"{words.request(grant.request, grant.generation)} from event {grant.seq} on; {call} for "
+                f"{hit.work.name} lasted from event {hit.started.seq} {ended}"
             )
 
 

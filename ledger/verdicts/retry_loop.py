@@ -76,14 +76,16 @@ class RetryLoop(Verdict):
             certainty="proven",
             title=(
                 f"request {requests[0]}{more} was promised the same {words.plural(first.hit_tokens, 'token')} "
-                f"{first.number} "
-                f"times, and the load failed each time{f' with {first.code}' if first.code else ''}"
+                f"{first.number} times, and the load failed each time{f' with {first.code}' if first.code else ''}"
             ),
             since_seq=first.chain[0].seq,
             requests=tuple(requests),
             code=first.code or None,
-            culprit="the lookup, which finds keys that cannot be loaded",
+            culprit="the lookup, which promises keys that cannot be loaded",
+            shown="each lookup had the hit, and each load of it failed",
+            inferred="why the loads fail; the failed loads that are told with this one say what is known",
             advice="Set load_max_cycles above 0, so that such a request is computed; then see why the load fails.",
             lead_seq=first.chain[0].seq,
             chain=tuple(first.chain),
+            loads=tuple(event.load for event in first.chain if isinstance(event, ev.LoadPlanned)),
         )

@@ -28,8 +28,7 @@ class StaleCompletion(RuleVerdict):
     kinds: ClassVar[tuple[str, ...]] = ("stale_completion",)
     advice: ClassVar[str] = (
         "The report names a job that this log does not know. See whether a worker outlived a restart of the engine, "
-        "and "
-        "whether all ranks run the same connector."
+        "and whether all ranks run the same connector."
     )
 
     def __init__(self, trail: Trail) -> None:
@@ -99,7 +98,11 @@ class StaleCompletion(RuleVerdict):
     def _prove(
         self, job: int, rank: int, owed: Owed, first: ev.RankCompleted | None, shown_by: ev.Event, how: str
     ) -> None:
-        shown = [owed.registered, owed.ended, *([first] if first is not None else []), shown_by]
+        life = self.trail.requests.get(owed.request, [])
+        preempted = [each for each in life if isinstance(each, ev.RequestPreempted) and each.seq > owed.registered.seq]
+        younger = self.trail.jobs.get(job, [])[:1]
+        events = [owed.registered, *preempted[:1], *younger, owed.ended, first, shown_by]
+        shown = {event.seq: event for event in events if event is not None}
         since = first if first is not None else shown_by
         request = words.request(owed.request, owed.generation)
         self._proven.setdefault(
@@ -113,13 +116,9 @@ class StaleCompletion(RuleVerdict):
                 jobs=(owed.job, job),
                 ranks=(rank,),
                 culprit=f"reports are not kept by job: that of job {owed.job} came late and was given to job {job}",
-                advice=(
-                    "Key reports by job id, not by request: vLLM 0.32 does (store_job_id). Restart the engine to get "
-                    "the "
-                    f"blocks of job {owed.job} back."
-                ),
+                advice=("Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id)."),
                 lead_seq=since.seq,
-                chain=tuple(shown),
+                chain=tuple(shown[seq] for seq in sorted(shown)),
             ),
         )
 

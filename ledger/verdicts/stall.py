@@ -15,6 +15,7 @@ from typing import ClassVar
 from ledger import words
 from ledger.trail import End
 from ledger.verdicts import Finding, Verdict, listed
+from ledger.verdicts._ends import is_hard
 from ledger.verdicts._waits import (
     STALL_SUSPECT_S,
     Wait,
@@ -57,9 +58,9 @@ class Stall(Verdict):
         holding = [*dict.fromkeys(wait.request for wait in group)]
         blocked = [name for name in blocked_requests(self.trail) if name not in holding]
         told = self._told(first)
-        told += [f"the same call holds up jobs {words.listed(behind)}"] if behind and first.doing("in_call") else []
+        if behind and first.doing("in_call"):
+            told.append(f"jobs behind the same call: {words.listed(behind)}")
         told += [self._held(opened)] if first.what == "job" else []
-        told += [f"waiting behind it: {words.listed(blocked)}"] if blocked else []
         calls = [view.last.seq for view in first.doing("in_call", "ended") if view.last is not None]
         return Finding(
             kind="stall",
@@ -67,13 +68,16 @@ class Stall(Verdict):
             title=self._title(group),
             since_seq=first.since_seq,
             requests=(*holding, *blocked),
+            suffering=tuple(blocked),
+            loads=tuple(wait.number for wait in group if wait.what == "load"),
             jobs=(*(wait.number for wait in group if wait.what == "job"), *behind),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
             culprit="; ".join(told),
-            advice=self._advice(first),
+            advice=self._advice(first, end),
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
+            shown=self._shown(first, end) if doubt else "",
             chain=tuple(evidence(first)),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
         )
@@ -88,10 +92,14 @@ class Stall(Verdict):
         else:
             title = f"{request} waits for remote KV: {first.name}{more} has been open for {words.span(first.open_ns)}"
         if not first.begun:
-            return f"{title}, and was never given to the workers"
+            return f"{title}, and that it was given to the workers is not in this log"
         if not first.missing:
             return f"{title}, although everyone has answered"
-        return f"{title}; {words.ranks(first.ranks)} did not answer"
+        return f"{title}; no answer of {words.ranks(first.ranks)} is in this log"
+
+    @staticmethod
+    def _shown(first: Wait, end: End) -> str:
+        return f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
 
     def _held(self, opened: list[Wait]) -> str:
         jobs = [wait for wait in opened if wait.what == "job"]
@@ -108,7 +116,7 @@ class Stall(Verdict):
         return [describe(view, first.name.removeprefix("store ")) for view in first.missing]
 
     @staticmethod
-    def _advice(first: Wait) -> str:
+    def _advice(first: Wait, end: End) -> str:
         ranks = words.ranks(first.ranks) if first.ranks else ""
         if not first.begun:
             return (
@@ -120,10 +128,11 @@ class Stall(Verdict):
                 "sent. Then look at the bootstrap server and the network between the two."
             )
         if first.doing("in_call"):
+            lives = "If the engine still runs, take" if is_hard(end) else "Take"
+            back = "" if is_hard(end) else " The blocks come back only with the answer, or with a restart."
             return (
-                f"Take a stack of the worker of {ranks} (py-spy dump), and look at the store's master and the host of "
-                "its segments: a call that never returns is a peer that is gone. The blocks come back only with the "
-                "answer."
+                f"{lives} a stack of the worker of {ranks} (py-spy dump). Then look at the store's master and at the "
+                f"hosts of its segments: a call that does not return often waits for a peer that is gone.{back}"
             )
         return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
 

@@ -16,6 +16,7 @@ from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding, Verdict
+from ledger.verdicts._ends import is_hard, is_near
 
 FLUSH_INTERVAL_MS = 50
 """The engine's own default of `flush_interval_ms`."""
@@ -27,9 +28,6 @@ TORN_ENDS = (
 """All that a missing `log_closed` leaves open."""
 
 CLOSED_ADVICE = "See the engine's own log at that time for the error."
-
-NEAR_STEPS = 2
-"""Engine steps before the end within which an event may be what the engine died of."""
 
 
 class TornLog(Verdict):
@@ -52,12 +50,10 @@ class TornLog(Verdict):
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the torn end, with what came just before it."""
+        if not is_hard(end):
+            return
         closed = end.closed
-        if closed is not None and closed.reason != "exception":
-            return
-        if closed is None and end.how != "torn":
-            return
-        near = [(event, detail) for event, detail in self._telling if end.step - event.step <= NEAR_STEPS]
+        near = [(event, detail) for event, detail in self._telling if is_near(event, end)]
         flush_ms = self.trail.setting("flush_interval_ms", FLUSH_INTERVAL_MS)
         error = closed.exception or "no type was recorded" if closed is not None else ""
         if closed is not None:
@@ -90,6 +86,12 @@ class TornLog(Verdict):
             ),
             lead_seq=end.last.seq,
             chain=tuple(shown[seq] for seq in sorted(shown)),
+            shown="the log stops there" if near or closed is None else "",
+            inferred="why it does"
+            if closed is None
+            else "that the engine died of what came just before"
+            if near
+            else "",
         )
 
 

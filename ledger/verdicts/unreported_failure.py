@@ -25,14 +25,13 @@ class UnreportedFailure(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("unreported_failure",)
     advice: ClassVar[str] = (
-        "The request went on with KV that did not arrive, or waits for ever. Do not trust its output; look at the "
-        "worker log "
-        "of that rank for the error."
+        "The request went on with KV that did not arrive: do not trust its output. Look at the worker log of that rank "
+        "at that time for the error."
     )
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._hidden: list[tuple[Chain, ev.RankLoaded, ev.TransferFinished]] = []
+        self._hidden: list[tuple[Chain, ev.RankLoaded, ev.TransferFinished, ev.LoadSettled]] = []
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Compare what each rank answered with how its last call ended."""
@@ -46,22 +45,24 @@ class UnreportedFailure(RuleVerdict):
             if isinstance(answer, ev.RankLoaded) and answer.outcome == "loaded":
                 call = last.get(answer.rank)
                 if call is not None and call.outcome != "ok" and call.ts_ns <= answer.ts_ns:
-                    self._hidden.append((chain, answer, call))
+                    self._hidden.append((chain, answer, call, event))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the failures that were hidden, and those that were met with silence."""
         yield from super().findings(end)
-        for chain, answer, call in self._hidden:
-            yield self._answered_well(chain, answer, call)
+        for chain, answer, call, settled in self._hidden:
+            yield self._answered_well(chain, answer, call, settled)
         for wait in waits(self.trail, end):
             if wait.what in ("load", "recv") and wait.overdue and not wait.failed:
                 yield from self._silent(wait, end)
 
-    def _answered_well(self, chain: Chain, answer: ev.RankLoaded, call: ev.TransferFinished) -> Finding:
+    def _answered_well(
+        self, chain: Chain, answer: ev.RankLoaded, call: ev.TransferFinished, settled: ev.LoadSettled
+    ) -> Finding:
         planned = chain[0]
         request = planned.request if isinstance(planned, ev.LoadPlanned) else call.request
         blocks = planned.blocks if isinstance(planned, ev.LoadPlanned) else ()
-        shown = [planned, call, answer]
+        shown = [planned, call, answer, settled]
         why = words.failure(*_code(call), call.exception)
         return Finding(
             kind="unreported_failure",
@@ -76,10 +77,11 @@ class UnreportedFailure(RuleVerdict):
             blocks=listed(blocks),
             ranks=(answer.rank,),
             code=_code(call)[0] or None,
-            culprit=f"the worker of rank {answer.rank}",
+            culprit=f"the worker of rank {answer.rank}, which said that all was loaded (event {answer.seq})",
             advice=self.advice,
             lead_seq=call.seq,
             chain=tuple(shown),
+            loads=(answer.load,),
         )
 
     def _silent(self, wait: Wait, end: End) -> Iterable[Finding]:
@@ -103,19 +105,24 @@ class UnreportedFailure(RuleVerdict):
             certainty=certain,
             title=(
                 f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
-                f"{': ' + why if why else ''}, and the scheduler was never told"
+                f"{': ' + why if why else ''}, and no report to the scheduler is in this log"
             ),
             since_seq=first.seq,
             requests=(wait.request,),
             blocks=listed(wait.blocks),
             ranks=tuple(sorted({event.rank for event in failures})),
             code=code or None,
-            culprit=f"the worker of rank {first.rank}: its failure was logged at most, and not reported",
-            advice=self.advice,
+            culprit=f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler",
+            advice=(
+                f"Look at the worker log of rank {first.rank} at {words.clock(first.ts_ns)} UTC for the error. The "
+                "request waits without an answer: end it by hand, or restart the engine if it holds blocks that are "
+                "needed."
+            ),
             lead_seq=first.seq,
             doubt=doubt,
             chain=(wait.chain[0], *failures[:6]),
             facts={"transfers": [wait.transfer] if wait.transfer else []},
+            loads=(wait.number,) if wait.what == "load" else (),
         )
 
 

