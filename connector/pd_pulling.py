@@ -19,7 +19,7 @@ say.
 When may a peer write no more? When it has answered; when its process is gone, which shows in that nobody listens at
 its address any more; or when the time is over that it gives itself, and the transfer engine after it. A connection
 that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when it is
-ready.
+ready. The same holds for an answer that cannot be read, and for any other exception after the peer was asked.
 
 All of this runs on upstream's receiver loop; only the desk is shared with the worker's thread. This file may know
 vLLM's worker, ZeroMQ and asyncio.
@@ -121,6 +121,10 @@ class Asking:
         self.pulls = pulls
         self.status: int | None = None
         """The status of the peer's last answer."""
+        self.asked = False
+        """The question was given to the socket, so the peer may have it."""
+        self.lost: Failure | None = None
+        """Why no more answers are taken from a peer that may go on to write."""
         self.connected = False
         self.task: asyncio.Task[Any] | None = None
         self.watch: asyncio.Task[None] | None = None
@@ -149,9 +153,26 @@ class _ReplyDecoder:
         return response
 
 
+class _AskingSocket(zmq.asyncio.Socket):
+    """A socket that notes when a peer is asked."""
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:
+        """Send, as the base class does."""
+        note_asked()
+        return super().send(*args, **kwargs)
+
+
+def note_asked() -> None:
+    """Note that the running task has asked its peer."""
+    asking = _ASKING.get()
+    if asking is not None:
+        asking.asked = True
+
+
 class _WatchedContext(zmq.asyncio.Context):
     """A ZeroMQ context that hands each socket to a peer to the worker that asks, before it connects."""
 
+    _socket_class = _AskingSocket
     worker: "PullingWorker | None" = None
 
     def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -321,18 +342,34 @@ class PullingWorker(MooncakeConnectorWorker):
         with self._counted() as asking.task:
             self._restart_timer(asking)
             try:
-                # A copy: upstream 0.33 takes out what is settled, and other peers are asked for the same pulls.
-                await super().receive_kv_from_single_worker(asking.address, dict(pull_metas))
-            except Exception as error:
-                logger.exception("kvledger: asking %s of %s raised", asking.name, asking.engine)
-                self._settle_rest(asking, failures.of_exception(error, Stage.RECV))
+                await self._ask_upstream(asking, pull_metas)
+                if self._closing:
+                    return
+                if asking.lost is not None:
+                    await self._without_answer(asking, asking.lost)
+                self._settle_rest(asking, failures.OMITTED)
             finally:
                 if asking.timer is not None:
                     asking.timer.cancel()
                 if asking.watch is not None:
                     asking.watch.cancel()
-            if not self._closing:
-                self._settle_rest(asking, failures.OMITTED)
+
+    async def _ask_upstream(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
+        try:
+            # A copy: upstream 0.33 takes out what is settled, and other peers are asked for the same pulls.
+            await super().receive_kv_from_single_worker(asking.address, dict(pull_metas))
+        except Exception as error:
+            logger.exception("kvledger: asking %s of %s raised", asking.name, asking.engine)
+            self._raised(asking, error)
+
+    def _raised(self, asking: Asking, error: BaseException) -> None:
+        """Settle a peer over an exception if that means that it will not write, and else note that it is lost."""
+        failure = failures.of_exception(error, Stage.RECV)
+        if asking.asked and not isinstance(error, zmq.Again):
+            # We have failed to hear it out, which does not keep it from writing. With `Again` its time is over.
+            asking.lost = failure
+        else:
+            self._settle_rest(asking, failure)
 
     @contextlib.contextmanager
     def _counted(self) -> Generator[asyncio.Task[Any] | None]:
@@ -382,20 +419,16 @@ class PullingWorker(MooncakeConnectorWorker):
             found = failures.of_exception(error, Stage.BOOTSTRAP) if error is not None else failures.NOT_REGISTERED
             self._settle_unnamed({request_id: pull_metas[request_id] for request_id in req_ids}, found)
             return
-        failure = self._why(asking, reason)
+        raised = sys.exception()  # upstream calls from within its `except`
+        if raised is not None:
+            self._raised(asking, raised)
+            return
+        finished = asking.status == MooncakeXferResponseStatus.FINISH
+        failure = failures.OMITTED if finished else failures.of_line(reason, private=self.private)
         for request_id in list(req_ids):
             pull = asking.pulls.get(request_id)
             if pull is not None and pull.peers and asking.name in pull.peers:
                 self._settle(pull, asking.name, failure)
-
-    def _why(self, asking: Asking, reason: str) -> Failure:
-        """Return what to call a failure that upstream gives a line of prose for."""
-        raised = sys.exception()  # upstream calls from within its `except`
-        if raised is not None:
-            return failures.of_exception(raised, Stage.RECV)
-        if asking.status == MooncakeXferResponseStatus.FINISH:
-            return failures.OMITTED
-        return failures.of_line(reason, private=self.private)
 
     def _settle_unnamed(self, pull_metas: dict[str, PullReqMeta], failure: Failure) -> None:
         """Settle pulls whose peers are not known, so that nobody writes."""
@@ -529,7 +562,7 @@ class PullingWorker(MooncakeConnectorWorker):
                 # Its successor has other addresses, so the next transfer must ask the bootstrap server again.
                 self._remote_agents.pop(asking.engine, None)
                 self._settle_rest(asking, failures.GONE)
-                if asking.task is not None:
+                if asking.task is not None and asking.task is not asyncio.current_task():
                     asking.task.cancel()
                 return
             for pull in asking.open_pulls():

@@ -8,7 +8,8 @@
     _build_transfer_params       blocks of ready requests are to be pushed  PushReport; undoes upstream's count when
                                                                             this raises
     _send_blocks                 the transfer engine is called              transfer_started, transfer_finished
-    fetch_finished_sending_reqs  every step                                 SentReport, with the last failure
+    fetch_finished_sending_reqs  every step                                 SentReport, with the last failure, and not
+                                                                            before the last push has ended
 
 A push that fails leaves the blocks held: the decode may ask again, until the send expires. The books see what is
 held, for how long, and how often it was tried. All of this runs on upstream's sender loop, but for `_send_blocks`,
@@ -56,6 +57,13 @@ class Push:
         self.transfer = transfer
         self.count = 0
         self.failure = NO_FAILURE
+        self.meta: SendBlockMeta | None = None
+        """Upstream's count of the pushes that are under way."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether blocks are being read for it now."""
+        return self.meta is not None and self.meta.sending > 0
 
 
 class _Batch(list[int]):
@@ -79,6 +87,8 @@ class PushingWorker(MooncakeConnectorWorker):
         """Begin to keep account of sends."""
         self._pushes: dict[str, Push] = {}
         self._asked: Counter[str] = Counter()
+        self._over: set[str] = set()
+        """Requests that upstream counts as sent, and whose blocks are still being pushed once more."""
         self._listener: asyncio.Task[Any] | None = None
 
     def stop_pushing(self) -> None:
@@ -144,6 +154,7 @@ class PushingWorker(MooncakeConnectorWorker):
             push = self._pushes.get(send_meta.transfer_id)
             if push is not None and any(agent_meta.req_blocks[d_req_id][1]):
                 push.count += 1
+                push.meta = send_meta
                 sends[d_req_id] = push, send_meta
                 self.desk.tell(PushReport(push.request, push.transfer, self.rank, peer, address))
         try:
@@ -229,12 +240,17 @@ class PushingWorker(MooncakeConnectorWorker):
         return without_null(zip(self.group_ids, groups, strict=True)) if groups else ()
 
     async def fetch_finished_sending_reqs(self) -> set[str]:
-        """Return what upstream counts as over on this rank, and report how each send ended."""
+        """Return what upstream counts as over on this rank, and report how each send ended.
+
+        Upstream counts pushes up to the number of decode workers that pair with this one. When a second request asks
+        for the same transfer, its push may be under way when the count is reached: the blocks are held until it ends.
+        """
         waiting = {meta.p_req_id for meta in self.reqs_need_send.values() if meta.p_req_id}
-        finished = await super().fetch_finished_sending_reqs()
+        over = self._over | await super().fetch_finished_sending_reqs()
+        self._over = over & {push.request for push in self._pushes.values() if push.under_way}
+        finished = over - self._over
         if finished:
-            over = [push for push in self._pushes.values() if push.request in finished]
-            for push in over:
+            for push in [push for push in self._pushes.values() if push.request in finished]:
                 del self._pushes[push.transfer]
                 outcome = "expired" if push.request in waiting else "sent" if push.count else "released"
                 self.desk.tell(SentReport(push.request, push.transfer, self.rank, outcome, push.count, push.failure))

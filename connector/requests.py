@@ -54,7 +54,8 @@ class RequestObserver:
 
     def released(self, request: Request, groups: Iterable[GroupIds]) -> None:
         """Record those blocks that a request gave up while open work names them."""
-        if self._work_is_open():
+        book = self._book
+        if book.jobs or book.loads or book.sends or book.recvs:
             named = self._named(groups)
             self._note(ev.BlocksReleased, self._name(request.request_id), generation_of(request), named)
 
@@ -67,13 +68,14 @@ class RequestObserver:
 
     def step(self, scheduler_output: SchedulerOutput) -> None:
         """Record what vLLM did to requests in this step, and who got blocks that open work names."""
+        book = self._book
         cached = scheduler_output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids
-        open_work = self._work_is_open()
+        open_work = book.jobs or book.loads or book.sends or book.recvs
         if not (open_work or scheduler_output.scheduled_new_reqs or scheduler_output.preempted_req_ids or resumed):
             return
         name_of = self._name
-        requests = self._book.requests
+        requests = book.requests
         for request_id in sorted(scheduler_output.preempted_req_ids or ()):
             record = requests.get(name_of(request_id))
             if record is not None and record.state == "running":
@@ -95,12 +97,12 @@ class RequestObserver:
 
     def allocated(self, name: str, generation: int, groups: Iterable[GroupIds]) -> None:
         """Record those blocks of a new allocation that open work names, but for the request's own work."""
-        if not self._work_is_open():
+        book = self._book
+        if not (book.jobs or book.loads or book.sends or book.recvs):
             return
         named = self._named(groups)
         if not named:
             return
-        book = self._book
         own: set[tuple[int, int]] = set()
         for mine in (book.loads.get(book.loading.get(name, -1)), book.sends.get(name), book.recvs.get(name)):
             if mine is not None:
@@ -108,10 +110,6 @@ class RequestObserver:
         if own:
             named = [(group, [block for block in ids if (group, block) not in own]) for group, ids in named]
         self._note(ev.BlocksAllocated, name, generation, named)
-
-    def _work_is_open(self) -> bool:
-        book = self._book
-        return bool(book.jobs or book.loads or book.sends or book.recvs)
 
     def _preempted(self, name: str, generation: int) -> None:
         """Record a preemption, and which blocks it gave up that the request's own jobs name."""
