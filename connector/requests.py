@@ -53,8 +53,14 @@ class RequestObserver:
             self._books.record(ev.RequestFinished, request=name, generation=generation, reason=reason)
 
     def released(self, request: Request, groups: Iterable[GroupIds]) -> None:
-        """Record those blocks that a request gave up while open work names them."""
+        """Record those blocks that a request gave up while open work names them.
+
+        One that ends while it loads gives up nothing yet: vLLM keeps its blocks until the load is over, and then no
+        open work names them.
+        """
         book = self._book
+        if self._name(request.request_id) in book.loading:
+            return
         if book.jobs or book.loads or book.sends or book.recvs:
             named = self._named(groups)
             self._note(ev.BlocksReleased, self._name(request.request_id), generation_of(request), named)
