@@ -8,19 +8,23 @@ need, and with a hash chain over its events, so that a change made later shows:
 
 The digest of the file is the last of them, in hex. Whoever can change the file can make a new chain as well: a digest
 that was written down elsewhere is what proves that a file is the one that was sealed. The chain covers events and
-`meta`; the summary tables are taken from the events and can be made again.
+`meta`; the summary tables are taken from the events, and a check makes them again and compares.
 
 This file knows files, SQL and the reader. Alembic is imported when a file is sealed, because it takes 0.4 s.
 """
 
 import contextlib
 import hashlib
+import heapq
+import itertools
 import json
+import operator
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -58,7 +62,8 @@ class Problem(msgspec.Struct, frozen=True):
     Attributes:
         seq: the event, 0 when it is not about one event.
         what: `changed`, `removed`, `added`, `column` (a column says something else than the event), `meta`, `seal`,
-            `guard` (a trigger is gone), or `damaged`.
+            `summary` (a row of a summary table does not say what the events say), `guard` (a trigger is gone), or
+            `damaged`.
         detail: one line in an operator's words.
     """
 
@@ -252,6 +257,8 @@ class _Checker:
             self._check_columns()
             self._check_guards()
             self._check_pages()
+            if self._log.sealed and not self._problems:  # else the events are not the ones that were summed up
+                self._check_summary()
         except FileCorrupt as error:
             self._found(0, "damaged", str(error))
         problems = tuple(sorted(self._problems, key=lambda problem: problem.seq))
@@ -325,7 +332,39 @@ class _Checker:
         for name in sorted(name for name in schema.TRIGGERS if name.encode() not in there):
             self._found(0, "guard", f"the trigger {name} is gone: somebody made room for changes")
 
+    def _check_summary(self) -> None:
+        """Sum the events up again, and compare row by row."""
+        with contextlib.closing(sqlite3.connect("", isolation_level=None)) as made:
+            made.text_factory = bytes  # as the log gives it
+            for kind, table in TABLES.items():
+                key, *others = (f'"{name}"' for name in kind.__struct_fields__)
+                made.execute(f"CREATE TABLE {table} ({key} INTEGER PRIMARY KEY, {', '.join(others)})")
+            made.execute("BEGIN")
+            summary = Summary()
+            for page in self._log.pages():
+                summary.add(page.events)
+                _insert_rows(made, summary)
+            summary.finish()
+            _insert_rows(made, summary)
+            for kind, table in TABLES.items():
+                key, *others = (f'"{name}"' for name in kind.__struct_fields__)
+                # The names are ours.
+                select = f"SELECT {', '.join((key, *others))} FROM {table} ORDER BY {key}"  # noqa: S608
+                for place, stored, expected in _side_by_side(self._log.query(select), made.execute(select)):
+                    if stored != expected:
+                        self._found(0, "summary", f"{table}, row {place}: does not say what the events say")
+
     def _check_pages(self) -> None:
         for (text,) in self._log.query("PRAGMA integrity_check(10)"):
             if text != b"ok":
                 self._found(0, "damaged", f"SQLite finds: {text.decode(errors='replace')}")
+
+
+def _side_by_side(
+    left: Iterator[tuple[Any, ...]], right: Iterator[tuple[Any, ...]]
+) -> Iterator[tuple[int, tuple[Any, ...] | None, tuple[Any, ...] | None]]:
+    """Yield each key of two sets of rows in the order of keys, with its row in both; None where one has none."""
+    both = heapq.merge(((row[0], "left", row) for row in left), ((row[0], "right", row) for row in right))
+    for key, rows in itertools.groupby(both, key=operator.itemgetter(0)):
+        by_side = {side: row for _, side, row in rows}
+        yield key, by_side.get("left"), by_side.get("right")

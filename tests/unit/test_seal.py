@@ -318,6 +318,12 @@ ADD_A_COPY_OF_EVENT_6 = (
         (["DELETE FROM seal"], [(0, "seal")]),
         (["UPDATE chain SET hash = x'00' WHERE seq = 6"], [(6, "changed"), (7, "changed")]),
         (["DELETE FROM chain WHERE seq = 6"], [(0, "seal"), (6, "added"), (7, "changed")]),
+        (["UPDATE requests SET prompt_tokens = 7 WHERE first_seq = 6"], [(0, "summary")]),
+        (["DELETE FROM requests WHERE first_seq = 6"], [(0, "summary")]),
+        (
+            ["INSERT INTO jobs (job, blocks, ranks, ranks_reported, ranks_failed) VALUES (99, 1, 1, 0, 0)"],
+            [(0, "summary")],
+        ),
     ],
 )
 def test_every_change_is_named(sealed, statements, expected):
