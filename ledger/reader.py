@@ -505,7 +505,10 @@ _PAGE = "SELECT seq, data FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LI
 _BULK = f"SELECT count(*), max(seq), group_concat(data) FROM ({_PAGE})"  # noqa: S608 - the statement above
 _REVISION = re.compile(r"(log|sealed)_\d{4}")
 _LAST_PLACE = 2**63 - 1
-_COPY_AGAIN = "Copy it again from the host that wrote it, with the -wal file beside it."
+_COPY_AGAIN = (
+    "Copy it again from the host that wrote it, with the -wal file beside it; if there is no other, "
+    "`kvledger seal --salvage FILE TARGET` takes what can be read."
+)
 _UPGRADE = "Upgrade kvledger to read it."
 _DECODER: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
 _PAGE_DECODER: msgspec.json.Decoder[list[ev.AnyEvent]] = msgspec.json.Decoder(list[ev.AnyEvent])

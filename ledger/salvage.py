@@ -45,7 +45,7 @@ def events(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def copy(path: Path, target: Path, meta: list[tuple[str, str]]) -> None:
     """Make a log of what can be read of `path`, with these rows of `meta`."""
-    from ledger import migrate, schema  # noqa: PLC0415 - it takes 0.4 s, and few files are damaged
+    from ledger import migrate  # noqa: PLC0415 - it takes 0.4 s, and few files are damaged
 
     migrate.create(target)
     connection = sqlite3.connect(target, isolation_level=None)
@@ -57,21 +57,24 @@ def copy(path: Path, target: Path, meta: list[tuple[str, str]]) -> None:
         connection.executemany("INSERT INTO found VALUES (?, CAST(? AS TEXT)) ON CONFLICT DO NOTHING", events(path))
         rows = connection.execute("SELECT line FROM found ORDER BY seq")
         while page := rows.fetchmany(PAGE_EVENTS):
-            _append(connection, schema.APPEND, [line for (line,) in page])
+            append(connection, [line for (line,) in page])
         connection.execute("COMMIT")
     finally:
         connection.close()
 
 
-def _append(connection: sqlite3.Connection, append: str, lines: list[str]) -> None:
+def append(connection: sqlite3.Connection, lines: list[str]) -> None:
+    """Append events, each a line of JSON, and leave out those that are none."""
+    from ledger import schema  # noqa: PLC0415 - as above
+
     try:
-        connection.execute(append, (f"[{','.join(lines)}]",))
+        connection.execute(schema.APPEND, (f"[{','.join(lines)}]",))
     except sqlite3.Error:
         if len(lines) == 1:
             return  # damaged within; the reader will see that it is missing
         half = len(lines) // 2
-        _append(connection, append, lines[:half])
-        _append(connection, append, lines[half:])
+        append(connection, lines[:half])
+        append(connection, lines[half:])
 
 
 class _Place(msgspec.Struct):

@@ -21,6 +21,7 @@ import json
 import operator
 import os
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,8 @@ from typing import Any
 import msgspec
 
 import ledger
+from ledger import events as ev
+from ledger import salvage as salvage_pages
 from ledger import sqlite
 from ledger.errors import FileCorrupt, LedgerFileError, LedgerNotWritable
 from ledger.files import refuse_existing, taken
@@ -46,6 +49,7 @@ class SealReport(msgspec.Struct, frozen=True):
         end: how the log ended: `closed`, `torn`, or `live`.
         chain_head: the digest of the file, SHA-256 in hex.
         size_bytes: of the sealed file.
+        lost: events that could not be read; a `gap` stands in the place of each.
     """
 
     source: Path
@@ -54,6 +58,7 @@ class SealReport(msgspec.Struct, frozen=True):
     end: End
     chain_head: str
     size_bytes: int
+    lost: int = 0
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -108,11 +113,19 @@ def chain_next(before: bytes, data: bytes) -> bytes:
 # --- sealing --------------------------------------------------------------------------------------------------------
 
 
-def seal(source: Path | str, target: Path | str, progress: Callable[[int], None] | None = None) -> SealReport:
+def seal(
+    source: Path | str,
+    target: Path | str,
+    progress: Callable[[int], None] | None = None,
+    *,
+    salvage: bool = False,
+) -> SealReport:
     """Make the incident file `target` from the log `source`. The log is not changed; a live one goes on.
 
     Args:
         progress: called now and then with the number of events done.
+        salvage: take what can be read of a damaged or cut file, sealed or not, and put a `gap` for each event that is
+            missing before the last that is there.
 
     Raises:
         LedgerFileError: the source cannot be read, or is sealed already.
@@ -121,11 +134,17 @@ def seal(source: Path | str, target: Path | str, progress: Callable[[int], None]
     source, target = Path(source), Path(target)
     refuse_existing(target)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
-    with open_log(source) as log:
-        if log.sealed:
+    with open_log(source, tolerate=salvage) as log, tempfile.TemporaryDirectory(prefix="kvledger-") as folder:
+        if log.sealed and not salvage:
             raise LedgerFileError(f"{source}: is sealed already. Copy it as it is.")
         try:
-            report = _seal(log, unfinished, target, progress)
+            if salvage:
+                lost = _rebuild(log, Path(folder) / log.path.name)
+                with open_log(Path(folder) / log.path.name) as rebuilt:
+                    report = _seal(rebuilt, unfinished, target, progress)
+                report = msgspec.structs.replace(report, source=source, lost=lost)
+            else:
+                report = _seal(log, unfinished, target, progress)
             sqlite.publish(unfinished, target)
         except FileExistsError as error:
             raise taken(target) from error
@@ -185,6 +204,50 @@ def _seal(log: LogFile, unfinished: Path, target: Path, progress: Callable[[int]
     finally:
         connection.close()
     return SealReport(log.path, target, events, end, head.hex(), unfinished.stat().st_size)
+
+
+def _rebuild(log: LogFile, path: Path) -> int:
+    """Make a log of the events that can be read of a damaged one, with gaps. Return how many are lost."""
+    from ledger import migrate  # noqa: PLC0415 - it takes 0.4 s
+
+    migrate.create(path)
+    connection = sqlite3.connect(path, isolation_level=None)
+    lost = 0
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", log.meta.items())
+        place = 1
+        for page in log.pages():
+            lines: list[str] = []
+            for (seq, data), event in zip(page.rows, page.events, strict=True):
+                if event.seq != seq or seq < place:
+                    continue  # it says that it is another event: nothing in it can be believed
+                lines.extend(_gap_at(missing, event) for missing in range(place, seq))
+                lost += seq - place
+                lines.append(data.decode())
+                place = seq + 1
+            salvage_pages.append(connection, lines)
+        connection.execute("COMMIT")
+    finally:
+        connection.close()
+    if place == 1:
+        raise FileCorrupt(f"{log.path}: no event can be read; there is nothing to salvage.")
+    return lost
+
+
+def _gap_at(seq: int, following: ev.AnyEvent) -> str:
+    """Return the line of a gap in the place of an event that is lost, stamped as the next one that is there."""
+    gap = ev.Gap(
+        seq,
+        following.ts_ns,
+        following.mono_ns,
+        "scheduler",
+        following.step,
+        origin="the file",
+        dropped=1,
+        reason="it was damaged there, and was salvaged",
+    )
+    return msgspec.json.encode(gap).decode()
 
 
 def _insert_links(connection: sqlite3.Connection, links: list[tuple[int, bytes]]) -> None:
