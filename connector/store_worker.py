@@ -1,15 +1,14 @@
 """The worker half of the store connector: transfers as upstream does, and says which rank finished what, and how.
 
-    hook (vLLM calls it)           when                               what it adds -----------------------------
-    ---------------------------------  ---------------------------------------------------------- register_kv_caches
-    the KV cache was allocated         promotes upstream's transfer threads start_load_kv                  every step
-    names the loads of the step by their ids wait_for_save                  every step                         nothing;
-    upstream queues the step's jobs build_connector_worker_meta    every step                         the job and load
-    reports of this rank
-
-    get_transfer_results           every step                         ends the retries of requests that are gone
-    get_kv_connector_stats         every step                         failures by code and stage, and retries
-    close                          the worker ends                    ends the retries
+    hook (vLLM calls it)         when                        what it adds
+    ---------------------------  --------------------------  --------------------------------------------------
+    register_kv_caches           the KV cache was allocated  promotes upstream's transfer threads
+    start_load_kv                every step                  names the loads of the step by their ids
+    wait_for_save                every step                  nothing; upstream queues the step's jobs
+    build_connector_worker_meta  every step                  the job and load reports of this rank
+    get_transfer_results         every step                  ends the retries of requests that are gone
+    get_kv_connector_stats       every step                  failures by code and stage, and retries
+    close                        the worker ends             ends the retries
 
 On the transfer threads, every way out of a job or a load ends in a report: skipped, failed, raised or done. Loads are
 carried out by `load_thread`. The calls to the store themselves are recorded by `recording_store` as evidence

@@ -3,10 +3,9 @@
     python tools/record_demo.py hanging-put | poisoned-keys
 
 `hanging-put`: one rank's put never returns. Two tensor-parallel ranks serve a tiny model on the CPU. On rank 1 the
-third put blocks for ever, which the real store cannot be made
-to do at will: that one call is the only thing here that is not real. Jobs queue up behind it, their pins eat the pool,
-requests hang, and at last an operator kills the engine. The bound on pins is off, as in a connector that has none. The
-log is sealed as it was left.
+third put blocks for ever, which the real store cannot be made to do at will: that one call is the only thing here that
+is not real. Jobs queue up behind it, their pins eat the pool, requests hang, and at last an operator kills the engine.
+The bound on pins is off, as in a connector that has none. The log is sealed as it was left.
 
 `poisoned-keys`: the run of `tests/engine/poison.py` without block references and with slow puts. That replay names
 exactly the keys whose bytes are wrong is shown by `tests/engine/test_poison.py`.
