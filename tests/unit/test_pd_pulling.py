@@ -70,6 +70,22 @@ def fails(decode: Decode) -> None:
     assert not decode.worker._pulls
 
 
+def fails_and_is_held(decode: Decode, blocks: set[int], peer: Peer, exception: str) -> None:
+    """See that pulls have failed over an exception, and end only when their peer's process does."""
+    lost = decode.until_report(LostReport)
+    assert {report.failure.exception for report in lost} == {exception}
+    assert {str(report.failure.stage) for report in lost} == {"RECV"}
+    decode.until(lambda: decode.invalid, "the failed blocks")
+    decode.settled_steps()
+    assert decode.invalid == blocks
+    assert decode.finished == []
+    peer.vanish()
+    decode.until(lambda: not decode.worker._pulls, "the end of the pulls")
+    decode.settled_steps()
+    assert sorted(decode.finished) == sorted(report.request for report in lost)
+    assert {str(report.failure.code) for report in decode.of(PeerReport)} == {"PEER_UNREACHABLE"}
+
+
 # --- every origin -----------------------------------------------------------------------------------------------------
 
 
@@ -183,24 +199,57 @@ def test_a_request_that_the_peer_leaves_out_fails(decode: Decode, bootstrap: Boo
     assert decode.invalid == {3, 4, 5}
 
 
-def test_an_answer_that_cannot_be_read_fails_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+def test_an_answer_that_cannot_be_read_fails_the_pull_and_frees_nothing_while_the_peer_lives(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer
+) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS, "other": [[7]]})
+    peer.take()
+    peer.say(b"\xc1 no message")
+    fails_and_is_held(decode, {3, 4, 5, 7}, peer, "DecodeError")
+
+
+def test_an_exception_after_the_question_fails_the_pull_and_frees_nothing_while_the_peer_lives(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(decode.worker, "process_pulling_result", broken)
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.FINISH, ok=["r"])
+    fails_and_is_held(decode, {3, 4, 5}, peer, "LookupError")
+
+
+def test_an_exception_before_the_question_settles_at_once(
+    decode: Decode, bootstrap: Bootstrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bootstrap.add("tp0_pp0", "tcp://not an address")
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    assert failure_of(decode)[1:] == ("RECV", "tp0 pp0")
+
+
+def test_the_watchdog_ends_the_wait_for_a_peer_whose_answer_could_not_be_read(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pulling, "answer_timeout_s", lambda: 0.5)
     decode.pull(bootstrap.address, {"r": BLOCKS})
     peer.take()
     peer.say(b"\xc1 no message")
     fails(decode)
-    code, stage, name = failure_of(decode)
-    assert (code, stage, name) == ("UNKNOWN", "RECV", "tp0 pp0")
-    assert decode.of(PeerReport)[0].failure.exception == "DecodeError"
+    assert failure_of(decode) == ("LOAD_TIMEOUT", "WATCHDOG", "tp0 pp0")
+    (lost,) = decode.of(LostReport)
+    assert lost.failure.exception == "DecodeError"
 
 
 def test_a_layout_that_the_peer_has_lost_twice_fails_the_pull(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
     decode.pull(bootstrap.address, {"r": BLOCKS})
     peer.take()
     if not hasattr(Status, "LAYOUT_MISS"):
-        # vLLM 0.32 has no such status, so it is an answer that cannot be read: the pull ends all the same.
+        # vLLM 0.32 has no such status, so it is an answer that cannot be read.
         peer.say(b"\x81\xa6status\x03")
-        fails(decode)
-        assert failure_of(decode)[:2] == ("UNKNOWN", "RECV")
+        fails_and_is_held(decode, {3, 4, 5}, peer, "ValidationError")
         return
     peer.answer(Status.LAYOUT_MISS, line="Mooncake KV layout 0x1 from 127.0.0.1:1 is not cached.")
     fails(decode)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,6 +175,48 @@ def test_a_transfer_engine_that_raises_is_a_failed_push(
     assert (outcome, pushes) == ("expired", 1)
     (report,) = prefill.of(SentReport)
     assert report.failure.exception == "OSError"
+
+
+def test_blocks_stay_held_while_a_second_decode_is_pushed_the_same_transfer(
+    world: contextlib.ExitStack, prefill: Prefill, asker: Asker
+) -> None:
+    class Held:
+        """The real engine cannot be held in the middle of a push: here the second push waits until it may end."""
+
+        def __init__(self) -> None:
+            self._first = iter([True])
+            self._second_began = threading.Event()
+            self.may_end = threading.Event()
+
+        def batch_transfer_sync_write(self, *args: Any) -> int:
+            if next(self._first, False):
+                self._second_began.wait(PATIENCE_S)
+            else:
+                self._second_began.set()
+                self.may_end.wait(PATIENCE_S)
+            return 0
+
+    again = Asker(prefill)
+    world.callback(again.close)
+    held = Held()
+    world.callback(held.may_end.set)
+    real, prefill.worker.engine = prefill.worker.engine, held
+    try:
+        prefill.send({"p-r": []})
+        for each in (asker, again):
+            each.ask({"r": [[7, 8, 9]]})
+        prefill.until(lambda: prefill.worker._asked["t-r"] == 2, "both questions")
+        prefill.send({"p-r": BLOCKS})
+        prefill.until(lambda: not prefill.worker.reqs_need_send, "the end of the first push")
+        prefill.settled_steps()
+        assert prefill.sent == []
+        assert prefill.of(SentReport) == []
+        held.may_end.set()
+        assert the_send(prefill) == ("sent", 2, "")
+    finally:
+        prefill.worker.engine = real
+    nothing_is_left(prefill)
+    assert not prefill.worker._over
 
 
 def test_a_question_that_cannot_be_planned_does_not_hold_the_blocks_for_ever(prefill: Prefill, asker: Asker) -> None:
