@@ -18,6 +18,7 @@ from ledger.blast import BlastRadius, blast_radius
 from ledger.blocks import Blocks
 from ledger.errors import LedgerFileError, NotInLog
 from ledger.files import refuse_existing, write_log
+from ledger.incidents import Incident, grouped
 from ledger.join import Step, join
 from ledger.minimize import MAX_EVENTS, Minimal, minimize
 from ledger.questions import Diff, Use, Why, blame, diff, why
@@ -232,6 +233,7 @@ class LogResult(msgspec.Struct):
         path: the file, as it was named.
         broken_seal: in what the events of a sealed file first differ from those that were sealed; empty if in nothing.
         empty: whether the file holds no event, and its engine lives.
+        begins_ts_ns: when it begins, in nanoseconds of wall-clock time, if no event of it was early enough to replay.
         events_of_interest: what was collected for the case's interest.
     """
 
@@ -240,6 +242,7 @@ class LogResult(msgspec.Struct):
     meta: dict[str, str]
     result: Result
     empty: bool = False
+    begins_ts_ns: int = 0
     broken_seal: str = ""
     events_of_interest: list[ev.AnyEvent] = []
 
@@ -256,6 +259,11 @@ class Case(msgspec.Struct):
     interest: Interest
     findings: list[tuple[int, Finding]]
     transfers: dict[str, list[Step]] = {}
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The findings as the stories that they are."""
+        return grouped(self.findings)
 
 
 Progress = Callable[[Path, int, int], None]
@@ -377,8 +385,17 @@ def _replay_file(path: Path, moment: Moment | None, watch: Watch | None, progres
         last_seq = replay.last_seq
         result = replay.result("as_of" if moment is not None and last_seq < log.last_seq else ending)
         empty = not last_seq and not log.last_seq
-        broken = broken_seal(log) if log.sealed else ""
-        return LogResult(path, log.sealed, log.meta, result, empty, broken, watch.events if watch else [])
+        first = None if last_seq or empty else next(log.events(until_seq=log.first_seq), None)
+        return LogResult(
+            path=path,
+            sealed=log.sealed,
+            meta=log.meta,
+            result=result,
+            empty=empty,
+            begins_ts_ns=first.ts_ns if first is not None else 0,
+            broken_seal=broken_seal(log) if log.sealed else "",
+            events_of_interest=watch.events if watch else [],
+        )
 
 
 def _watcher(path: Path, total: int, watch: Watch | None, progress: Progress | None) -> Any:

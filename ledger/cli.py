@@ -102,7 +102,7 @@ def replay(
 
     Status 0 is for what the log holds: when events were lost, the first line says how many.
     """
-    from ledger import report
+    from ledger import report, report_data
     from ledger.case import replay_files
 
     interest = Interest(request, job, block)
@@ -110,9 +110,9 @@ def replay(
     with _progress() as progress:
         case = replay_files(logs, moment=moment, interest=interest, progress=progress)
     if as_json:
-        _print_json(report.data(case))
+        _print_json(report_data.data(case))
     else:
-        _print(report.text(case, check=check))
+        _print(report.text(case, check=check, width=_width()))
     differs = check and any(log.result.mismatch is not None for log in case.logs)
     return FOUND if case.findings or differs else OK
 
@@ -125,14 +125,14 @@ def replay(
 @click.option("--json", "as_json", is_flag=True, help="Print the book as data.")
 def state(file: Path, moment: Moment | None, as_json: bool) -> int:
     """Print the book as it was at a moment: requests, jobs, loads, transfers, pins."""
-    from ledger import report
+    from ledger import answers
     from ledger.case import state_at
 
     book, last = state_at(file, moment)
     if as_json:
         _print_text(book.encode().decode() + "\n")
     else:
-        _print(report.state_lines(book, last))
+        _print(answers.state_lines(book, last, _width()))
     return OK
 
 
@@ -142,12 +142,12 @@ def state(file: Path, moment: Moment | None, as_json: bool) -> int:
 @click.option("--until", "moment", type=MomentType(), help=f"Look as far as that event or UTC time; {_DATE}.")
 def why(file: Path, request: str, moment: Moment | None) -> int:
     """Say what led to the end of REQUEST, or to where it stands."""
-    from ledger import report
+    from ledger import answers
     from ledger.case import ask_why
 
     with _progress() as progress:
         answer = ask_why(file, request, moment, progress)
-    _print(report.why_lines(answer))
+    _print(answers.why_lines(answer, _width()))
     return FOUND if answer.findings else OK
 
 
@@ -156,12 +156,12 @@ def why(file: Path, request: str, moment: Moment | None) -> int:
 @click.argument("block", type=BlockType())
 def blame(file: Path, block: tuple[int, int]) -> int:
     """Say who owned, pinned, read and wrote BLOCK, written as group and number: 0:17."""
-    from ledger import report
+    from ledger import answers
     from ledger.case import ask_blame
 
     with _progress() as progress:
         uses = ask_blame(file, block, progress)
-    _print(report.blame_lines(block, uses))
+    _print(answers.blame_lines(block, uses, _width()))
     return OK
 
 
@@ -174,11 +174,11 @@ def diff(file: Path, earlier: Moment, later: Moment) -> int:
 
     A date alone is the start of that day.
     """
-    from ledger import report
+    from ledger import answers
     from ledger.case import ask_diff
 
     changes, first_seq, last_seq = ask_diff(file, earlier, later)
-    _print(report.diff_lines(changes, first_seq, last_seq))
+    _print(answers.diff_lines(changes, first_seq, last_seq, _width()))
     return OK
 
 
@@ -191,7 +191,7 @@ def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
 
     Several FILES are the logs of engines that share a store.
     """
-    from ledger import report
+    from ledger import answers, report_data
     from ledger.case import ask_blast_radius
 
     logs = _distinct(files)
@@ -201,9 +201,9 @@ def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
         raise click.UsageError(f"none of the files has a store job {job}")
     names = [str(file) for file in logs]
     if as_json:
-        _print_json(report.radius_data(radius, names))
+        _print_json(report_data.radius_data(radius, names))
     else:
-        _print(report.radius_lines(radius, names))
+        _print(answers.radius_lines(radius, names, _width()))
     return FOUND if radius.judged else OK
 
 
@@ -235,7 +235,10 @@ def minimize(file: Path, kind: str, output: Path) -> int:
 @cli.command()
 @click.argument("source", type=FILE)
 @click.argument("target", type=FILE)
-def seal(source: Path, target: Path) -> int:
+@click.option(
+    "--salvage", is_flag=True, help="Take what can be read of a damaged or cut file; gaps stand for the rest."
+)
+def seal(source: Path, target: Path, salvage: bool) -> int:
     """Make the incident file TARGET of the log SOURCE: live, closed or torn.
 
     SOURCE is not changed, and TARGET is never overwritten.
@@ -244,10 +247,17 @@ def seal(source: Path, target: Path) -> int:
     from ledger.seal import seal as make
 
     with _progress() as progress:
-        made = make(source, target, None if progress is None else lambda done: progress(source, done, 0))
+        made = make(
+            source, target, None if progress is None else lambda done: progress(source, done, 0), salvage=salvage
+        )
     _print(
         [
             f"{made.target}: {words.plural(made.events, 'event')}, {words.size(made.size_bytes)}; it was {made.end}",
+            *(
+                [f"{words.plural(made.lost, 'event')} could not be read; a gap stands in each place"]
+                if made.lost
+                else []
+            ),
             f"digest {made.chain_head}",
             "Keep the digest elsewhere: it proves later that the file was not changed.",
         ]
@@ -346,7 +356,7 @@ def browse(file: Path, host: str, port: int, opens: bool) -> int:
 @cli.command()
 def demo() -> int:
     """Replay a recorded incident that ships with kvledger."""
-    from ledger import report
+    from ledger import answers, report
     from ledger.case import replay_files
     from ledger.demo import incidents
 
@@ -357,9 +367,9 @@ def demo() -> int:
         )
     for file in files:
         case = replay_files([file])
-        _print([f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case), ""])
+        _print([f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case, width=_width()), ""])
         command = f"  {_command()} "
-        _print(line.replace("  kvledger ", command, 1) for line in report.next_lines(case, _shown(file)))
+        _print(line.replace("  kvledger ", command, 1) for line in answers.next_lines(case, _shown(file), _width()))
     return OK
 
 
@@ -473,6 +483,14 @@ def _write(text: str) -> None:
 def _print_text(text: str) -> None:
     with _reader_may_leave():
         _write(text)
+
+
+def _width() -> int:
+    """Return how many columns a report may have: those of the terminal or of COLUMNS, 80 at most and if neither says.
+
+    Prose is hard to read in longer lines.
+    """
+    return min(shutil.get_terminal_size((80, 24)).columns, 80)
 
 
 def _print(lines: Iterable[str]) -> None:

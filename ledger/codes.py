@@ -72,12 +72,14 @@ class CodeRow(msgspec.Struct, frozen=True):
     """One row of the table.
 
     Attributes:
+        short: the meaning in a few words, to stand beside the code.
         retryable: whether the same call may succeed a moment later with nothing else done.
         meaning: what happened, for a reader who knows KV caches but not this library.
         action: what to do about it.
     """
 
     code: KVCacheErrorCode
+    short: str
     retryable: bool
     meaning: str
     action: str
@@ -86,6 +88,7 @@ class CodeRow(msgspec.Struct, frozen=True):
 _ROWS: tuple[CodeRow, ...] = (
     CodeRow(
         _C.BLOCK_NOT_FOUND,
+        "no readable copy of the block",
         False,
         "The store or the peer holds no readable copy of the block: it was evicted, removed, or never written.",
         "Nothing for single blocks: they are computed again. If it is frequent, the store is too small, or its lease "
@@ -94,6 +97,7 @@ _ROWS: tuple[CodeRow, ...] = (
     ),
     CodeRow(
         _C.CRC_MISMATCH,
+        "the bytes are not those that were written",
         False,
         "The bytes that arrived are not the bytes that were written.",
         "The block is not used. `kvledger replay` shows whether its source was overwritten while it was saved; if it "
@@ -102,6 +106,7 @@ _ROWS: tuple[CodeRow, ...] = (
     ),
     CodeRow(
         _C.VERSION_MISMATCH,
+        "written under another layout",
         False,
         "The value was written under another layout: dtype, shape, block size, model or format differ.",
         "Drop the old values: `reset_prefix_cache` with the connector, or another `cache_prefix`. KV of another "
@@ -110,12 +115,14 @@ _ROWS: tuple[CodeRow, ...] = (
     ),
     CodeRow(
         _C.KV_OOM,
+        "no room",
         True,
         "No room: in the store's segments, in a staging buffer, or in the memory of the process.",
         "Give the store more memory (`global_segment_size`, `local_buffer_size`) or fewer writers.",
     ),
     CodeRow(
         _C.LOAD_TIMEOUT,
+        "no answer in time",
         True,
         "The answer did not come in time. The data may exist.",
         "Compare the durations of the transfers with the deadline; look at the network and the load of the store's "
@@ -123,6 +130,7 @@ _ROWS: tuple[CodeRow, ...] = (
     ),
     CodeRow(
         _C.SLOT_CONFLICT,
+        "the key or slot is taken",
         False,
         "The key or the slot is taken: it exists already, is leased, or another operation holds it.",
         "Nothing for a save: somebody else has stored the block. For a load it means two writers of one slot; see the "
@@ -130,6 +138,7 @@ _ROWS: tuple[CodeRow, ...] = (
     ),
     CodeRow(
         _C.LEASE_EXPIRED,
+        "the store's lease ended before the transfer",
         True,
         "The store's promise not to evict the block ended before the transfer did, so what arrived cannot be trusted.",
         "Raise the lease (`default_kv_lease_ttl` of the master) above the duration of the slowest transfer, or load "
@@ -138,18 +147,21 @@ _ROWS: tuple[CodeRow, ...] = (
     ),
     CodeRow(
         _C.TRANSFER_FAILED,
+        "the bytes were not moved, or not all",
         True,
         "The bytes could not be moved, or not all of them.",
         "See the log of the transfer engine on both hosts at that time; look at the network.",
     ),
     CodeRow(
         _C.PEER_UNREACHABLE,
+        "the other side cannot be reached",
         True,
         "The other side cannot be reached: it is down, its address is wrong, or the connection broke.",
         "See whether the master, the store's nodes or the prefill engine are alive, and their addresses.",
     ),
     CodeRow(
         _C.PEER_NOT_READY,
+        "the other side cannot serve yet",
         True,
         "The other side is there and cannot serve yet: still starting, still writing, or not serving in its present "
         "state.",
@@ -158,24 +170,28 @@ _ROWS: tuple[CodeRow, ...] = (
     ),
     CodeRow(
         _C.PEER_OMITTED,
+        "the peer left it out of its answer",
         False,
         "The peer ended the transfer and left this request or block out of its answer.",
         "The peer no longer knew the request: it had expired or was aborted there. See the peer's log for it.",
     ),
     CodeRow(
         _C.PERMISSION_DENIED,
+        "the other side refused",
         False,
         "The other side refused this client.",
         "See that client, tenant and credentials are those that the store expects.",
     ),
     CodeRow(
         _C.CANCELLED,
+        "ended on purpose",
         False,
         "The operation was ended on purpose: shutdown, abort, or a cancelled task.",
         "None, unless nobody cancelled anything.",
     ),
     CodeRow(
         _C.UNKNOWN,
+        "its meaning is not known",
         False,
         "An error whose meaning kvledger does not know; its raw value is kept with it.",
         "Look up the raw value with its source; if it should have a code, report it to kvledger.",

@@ -148,11 +148,14 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
         return finding
     inferred = [finding.inferred] if finding.inferred else []
     inferred += ["that what the other log has of these keys is why they cannot be loaded"] if elsewhere else []
+    of_transfer = len(told) > len(elsewhere)
     return msgspec.structs.replace(
         finding,
         culprit="; ".join([*told, finding.culprit]),
         elsewhere=tuple(elsewhere),
         inferred="; ".join(inferred),
+        brief=f"{finding.title}; {next(iter(told))}" if elsewhere else finding.brief,
+        other_log="" if of_transfer else finding.other_log,
     )
 
 

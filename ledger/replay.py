@@ -4,7 +4,8 @@
 the book refuses does not stop it: the state stays as it is, and the refusal is evidence. At each checkpoint the digest
 of the fold is compared with the one that the engine recorded; the first difference is kept.
 
-This file knows events, state, trail, story and verdicts. It reads no file and prints nothing.
+This file knows events, state, trail, story, verdicts and the order of their findings. It reads no file and prints
+nothing.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger.errors import Refused
+from ledger.incidents import earliest_cause_first
 from ledger.state import Book, State
 from ledger.story import Story, StoryTeller
 from ledger.trail import End, Trail
@@ -248,43 +250,3 @@ def _telling(tail: list[ev.AnyEvent]) -> tuple[ev.AnyEvent, ...]:
         if not (isinstance(event, ev.Checkpoint) and isinstance(following, ev.Checkpoint))
     ]
     return tuple(kept[-TAIL_EVENTS:])
-
-
-SYMPTOMS = ("leak", "stall")
-"""Kinds that are what something else leads to."""
-
-CAUSES = (
-    "broken_rule",
-    "double_free",
-    "early_free",
-    "missing_ranks",
-    "over_report",
-    "poison",
-    "stale_completion",
-    "unreported_failure",
-)
-"""Kinds that lead to a leak or a stall of the same job or request: its work had begun, and went wrong by this."""
-
-
-def earliest_cause_first(findings: list[Finding]) -> list[Finding]:
-    """Return findings in the order of a report: by the first event that was not as it should be.
-
-    A leak or a stall comes after what led to it, and a torn end after everything: it says why a log stops, and never
-    why something before it went wrong.
-    """
-
-    def place(finding: Finding) -> tuple[bool, int, bool, int]:
-        lead_seq = finding.lead_seq or finding.since_seq
-        symptom = finding.kind in SYMPTOMS
-        if symptom:
-            causes = [each.lead_seq for each in findings if each.kind in CAUSES and _same_work(each, finding)]
-            lead_seq = max(lead_seq, min(causes, default=0))
-        return finding.kind == "torn_log", lead_seq, symptom, finding.since_seq
-
-    return sorted(findings, key=place)
-
-
-def _same_work(one: Finding, other: Finding) -> bool:
-    if one.jobs and other.jobs:
-        return not set(one.jobs).isdisjoint(other.jobs)
-    return not set(one.requests).isdisjoint(other.requests)

@@ -20,7 +20,11 @@ SLOWEST = 5
 
 
 class Slow(msgspec.Struct, frozen=True, order=True):
-    """One of the slowest. Ordered by its duration."""
+    """One of the slowest. Ordered by its duration.
+
+    Attributes:
+        bytes: what the call was for; it moved them if its outcome is `ok`.
+    """
 
     duration_ns: int
     seq: int
@@ -30,6 +34,7 @@ class Slow(msgspec.Struct, frozen=True, order=True):
     load: int = -1
     rank: int = -1
     bytes: int = 0
+    outcome: str = ""
 
 
 class Durations(msgspec.Struct):
@@ -190,7 +195,15 @@ class StoryTeller:
         slowest = calls.slowest
         if len(slowest) < SLOWEST or duration_ns > slowest[0].duration_ns:
             slow = Slow(
-                duration_ns, event.seq, event.transfer, event.request, event.job, event.load, event.rank, event.bytes
+                duration_ns,
+                event.seq,
+                event.transfer,
+                event.request,
+                event.job,
+                event.load,
+                event.rank,
+                event.bytes,
+                event.outcome,
             )
             heapq.heappush(slowest, slow) if len(slowest) < SLOWEST else heapq.heapreplace(slowest, slow)
 

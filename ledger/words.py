@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ledger import events as ev
-from ledger.blocks import Blocks, Ranges
+from ledger.blocks import Blocks, Ranges, from_ranges, to_ranges
 
 
 def clock(ts_ns: int) -> str:
@@ -85,17 +85,25 @@ def count_of(runs: Ranges) -> int:
     return sum(abs(last - first) + 1 for first, last in runs)
 
 
-def blocks(named: Blocks, limit: int = 4) -> str:
+def blocks(named: Blocks, limit: int = 6) -> str:
     """Return `5-15`, or with several groups `5-15 (group 0); 3 (group 1)`, the first `limit` runs of each.
 
     Where no group is named it is group 0, as in the options of the command line: most engines have no other.
     """
     if len(named) == 1 and named[0][0] == 0:
-        return ranges(named[0][1], limit)
-    return "; ".join(f"{ranges(runs, limit)} (group {group})" for group, runs in named) or "none"
+        return _sorted_ranges(named[0][1], limit)
+    return "; ".join(f"{_sorted_ranges(runs, limit)} (group {group})" for group, runs in named) or "none"
 
 
-def these_blocks(named: Blocks, limit: int = 4) -> str:
+def _sorted_ranges(runs: Ranges, limit: int) -> str:
+    """Return the runs of blocks, which stand in the order of a table, in the order of their numbers."""
+    if len(runs) == 1:
+        first, last = sorted(runs[0])
+        return ranges(((first, last),), limit)
+    return ranges(to_ranges(sorted(from_ranges(runs))), limit)
+
+
+def these_blocks(named: Blocks, limit: int = 6) -> str:
     """Return `block 3`, `blocks 5-15` or `blocks 5-15 (group 0); 3 (group 1)`."""
     one = len(named) == 1 and count_of(named[0][1]) == 1
     return f"{'block' if one else 'blocks'} {blocks(named, limit)}"

@@ -7,6 +7,7 @@ docstrings are their documentation and the order and headings of the file are th
 import argparse
 import ast
 import difflib
+import os
 import re
 import subprocess
 import sys
@@ -227,15 +228,16 @@ def readme() -> str:
         capture_output=True,
         text=True,
         check=True,
+        env={**os.environ, "COLUMNS": "80"},
     ).stdout
     # As `make demo` shows it, whose command is not on the PATH.
     shown = shown.replace(f"{ROOT}/", "").replace("\n  kvledger ", "\n  .venv-demo/bin/kvledger ")
-    # The first finding of the first incident tells what a report is like; the whole is one `make demo` away.
+    # The first incident of the first log tells what a report is like; the whole is one `make demo` away.
     opening = "This is what"
     shown = opening + shown.split(opening)[1].rstrip()
-    first, mark, others = shown.partition("\n2. ")
-    if mark:
-        shown = f"{first}\n[...]\n\nType next:{others.partition('Type next:')[2]}"
+    rest = re.search(r"\n(?:2\. |Open at the end)", shown)
+    if rest:
+        shown = f"{shown[: rest.start()]}\n[...]\n\nType next:{shown.partition('Type next:')[2]}"
     before, begin, rest = text.partition("<!-- replay-of-the-demo: begin -->\n")
     _, end, after = rest.partition("<!-- replay-of-the-demo: end -->\n")
     if not begin or not end:

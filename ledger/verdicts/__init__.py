@@ -57,6 +57,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         cause: a name for why it happened; findings of one kind and one cause in a log are one incident.
         shown: what of the culprit and title the events show, where they show a part of it only.
         inferred: the part that is concluded from them.
+        brief: the title in fewer words, where it is long.
+        other_log: what the log of the other side would tell; moot once it is replayed together with this one.
         also: what is to be done about it as well, when it is the consequence of another finding.
     """
 
@@ -83,6 +85,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     shown: str = ""
     inferred: str = ""
     also: str = ""
+    brief: str = ""
+    other_log: str = ""
 
     @property
     def transfers(self) -> tuple[str, ...]:
@@ -97,8 +101,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def public(self) -> dict[str, Any]:
         """Return the fields of the public shape. What keeps a finding from being proven is said in its advice."""
         shape = {name: getattr(self, name) for name in PUBLIC_FIELDS}
-        if self.doubt:
-            shape["advice"] = f"{self.advice} Not proven: {self.doubt}".strip()
+        doubt = f"Not proven: {self.doubt}" if self.doubt else ""
+        shape["advice"] = " ".join(part for part in (self.other_log, self.advice, doubt) if part)
         return shape
 
 

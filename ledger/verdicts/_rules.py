@@ -94,6 +94,8 @@ class RuleVerdict(Verdict):
     """A verdict that finds broken rules of its kind. Subclasses say what that means and what to do."""
 
     advice: ClassVar[str] = ""
+    lead: ClassVar[str] = ""
+    """What stands in front of the rule's own words, so that they say what is wrong."""
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -179,7 +181,7 @@ class RuleVerdict(Verdict):
         return Finding(
             kind=self.kinds[0],
             certainty=certain,
-            title=f"{first.detail}{said}{times}",
+            title=f"{self.lead}{first.detail}{said}{times}",
             since_seq=first.event.seq,
             requests=tuple(dict.fromkeys(broken.request for broken in group if broken.request)),
             jobs=tuple(dict.fromkeys(broken.job for broken in group if broken.job >= 0)),

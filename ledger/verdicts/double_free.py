@@ -12,6 +12,7 @@ class DoubleFree(RuleVerdict):
     """Frees beyond what was pinned."""
 
     kinds: ClassVar[tuple[str, ...]] = ("double_free",)
+    lead: ClassVar[str] = "a wrong free: "
     advice: ClassVar[str] = (
         "Treat KV of these blocks as wrong from that event on: reset the prefix cache. `kvledger blame FILE G:B` says "
         "who uses a block."

@@ -51,6 +51,7 @@ class EarlyFree(RuleVerdict):
     """Blocks given back too early."""
 
     kinds: ClassVar[tuple[str, ...]] = ("early_free",)
+    lead: ClassVar[str] = "blocks were given up too early: "
     advice: ClassVar[str] = (
         "Do not trust the output of who got the blocks since (`kvledger blame FILE G:B` names them), and reset the "
         "prefix cache. The fault is in the connector that freed them: report it with this file."

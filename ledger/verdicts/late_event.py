@@ -20,6 +20,7 @@ class LateEvent(RuleVerdict):
     """Results for what was over."""
 
     kinds: ClassVar[tuple[str, ...]] = ("late_event",)
+    lead: ClassVar[str] = "a result came too late: "
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -67,7 +68,7 @@ class LateEvent(RuleVerdict):
 def _advice(event: ev.Event, end: End) -> str:
     if is_hard(end) and is_near(event, end):
         return (
-            "The log ends right after this result, so it is the first suspect for the end of the engine. Look for an "
-            f"error about this request in the engine's own log at {words.clock(event.ts_ns)} UTC."
+            f"Look for an error about this request in the engine's own log at {words.clock(event.ts_ns)} UTC: this log "
+            "ends right after the result, which makes it the first suspect."
         )
     return "Nothing, if this is all: it changed nothing. See in the evidence what had ended the work before it came."

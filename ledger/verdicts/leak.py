@@ -21,6 +21,10 @@ from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
 from ledger.verdicts._waits import Wait, blocked_requests, certainty, describe, evidence, never_answered, waits
 
+OTHER_LOG = (
+    "Replay the decode engine's log together with this one: it shows whether the request arrived there, and asked."
+)
+
 KEPT_EXPIRED = 200
 """Expired sends that are kept for the report; the rest is only counted."""
 
@@ -93,6 +97,7 @@ class Leak(Verdict):
             code=next((code for code in codes if code), None),
             culprit="; ".join(told),
             advice=self._advice(first, bool(failed), end),
+            other_log=OTHER_LOG if first.what == "send" else "",
             lead_seq=min([event.seq for event in (failed or ended or violated)], default=first.since_seq),
             doubt=doubt,
             shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
@@ -102,7 +107,7 @@ class Leak(Verdict):
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
             also=""
             if _goes_on(end)
-            else "Restart the engine when it can be spared: only that gives these blocks back.",
+            else "Restart the engine when it can be spared: only that gives the held blocks back.",
         )
 
     @staticmethod
@@ -131,9 +136,9 @@ class Leak(Verdict):
     @staticmethod
     def _advice(first: Wait, failed: bool, end: End) -> str:
         if first.quarantined:
-            return "Restart the engine when it can be spared: only that gives these blocks back."
+            return "Restart the engine when it can be spared: only that gives the held blocks back."
         if first.what == "send":
-            return "Replay the decode engine's log together with this one: it shows whether the request arrived there."
+            return "See whether the request has arrived at a decode engine, and lives there."
         if not first.missing:
             return (
                 "Look at the engine's log at its last step: it stopped between settling the job and freeing its blocks."
@@ -179,10 +184,8 @@ class Leak(Verdict):
             ranks=tuple(dict.fromkeys(rank for run in event.expired_ranks for rank in range(run[0], run[1] + 1))),
             code=failed[0].code if failed else None,
             culprit=culprit,
-            advice=(
-                "Nothing is held any more. Replay the decode engine's log together with this one to see why it did not "
-                "fetch them, and let the router tell the prefill engine when it gives a request up."
-            ),
+            advice="Let the router tell the prefill engine when it gives a request up. Nothing is held any more.",
+            other_log=OTHER_LOG,
             inferred=inferred,
             lead_seq=event.seq,
             chain=(*first.chain, event),

@@ -79,8 +79,8 @@ class MissingRanks(Verdict):
                 f"{describe(first.missing[0], first.name)}"
             ),
             advice=(
-                "This is no accident of one transfer. Compare the ranks that the scheduler expects with those that "
-                "run, and see whether every worker runs the same connector and sends its reports."
+                "Compare the ranks that the scheduler expects with those that run, and see whether every worker runs "
+                "the same connector and sends its reports: this is no accident of one transfer."
             ),
             lead_seq=first.since_seq,
             doubt=doubt,

@@ -17,6 +17,7 @@ class OverReport(RuleVerdict):
     """Reports beyond what was expected."""
 
     kinds: ClassVar[tuple[str, ...]] = ("over_report",)
+    lead: ClassVar[str] = "a report too many: "
     advice: ClassVar[str] = (
         "Look at the worker log of that rank at that time: which job did it really finish? The blocks stay pinned, "
         "which is safe; do not free them by hand."

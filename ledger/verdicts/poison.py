@@ -402,12 +402,12 @@ class Poison(Verdict):
             f" and {len(owners) - 1} more" if len(owners) > 1 else ""
         )
         old = words.request(work.request, work.generation)
-        which = words.these_blocks(_grouped(blocks))
+        which = words.these_blocks(_grouped(blocks), 8)
+        hold = "may hold" if not proven else "holds" if len(stored) == 1 else "hold"
         if reads:
             read = "read" if proven else "may have read"
             title = f"{work.name} of {old} {read} {which} after they had been given to {new}"
             if stored:
-                hold = "hold" if proven else "may hold"
                 title += f": {words.plural(len(stored), 'key')} of {old} {hold} KV of another request"
             if len(stored) < len(keys):
                 pending = words.plural(len(keys) - len(stored), "key")
@@ -415,6 +415,10 @@ class Poison(Verdict):
         else:
             wrote = "wrote" if proven else "may have written"
             title = f"{work.name} of {old} {wrote} into {which} after they had been given to {new}"
+        did = ("read" if reads else "wrote into") if proven else f"may have {'read' if reads else 'written into'}"
+        brief = f"{work.name} {did} its {words.plural(len(blocks), 'block')} after they had been given to {new}"
+        if stored:
+            brief = f"{words.plural(len(stored), 'key')} {hold} KV of another request: {brief}"
         caught = [event for hit in told for event in hit.caught]
         given = first.grant
         events = [work.began, given.lost_by, given.released, grant, given.written, given.ran, first.started]
@@ -440,6 +444,7 @@ class Poison(Verdict):
             doubt="" if proven else self._doubt(first),
             chain=tuple(chain[seq] for seq in sorted(chain)),
             notes=tuple(self._time_line(told)),
+            brief=brief,
             facts={
                 **({"transfers": [work.transfer]} if work.transfer else {}),
                 "tainted": [

@@ -27,6 +27,10 @@ from ledger.verdicts._waits import (
     waits,
 )
 
+OTHER_LOG = (
+    "Replay the prefill engine's log together with this one: it shows whether it was asked, and whether it sent."
+)
+
 
 class Stall(Verdict):
     """Loads, recvs and jobs that wait for a rank or a peer, and an engine that waits for nothing."""
@@ -75,6 +79,10 @@ class Stall(Verdict):
             ranks=first.ranks,
             culprit="; ".join(told),
             advice=self._advice(first, end),
+            other_log=OTHER_LOG if first.what == "recv" else "",
+            also=f"The blocks of {first.name} come back only with the answer, or with a restart."
+            if end.how == "closed"
+            else "",
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
             shown=self._shown(first, end) if doubt else "",
@@ -123,10 +131,7 @@ class Stall(Verdict):
                 f"Look at the engine's log at event {first.since_seq}: the load was planned in a step that did not run."
             )
         if first.what == "recv":
-            return (
-                "Replay the prefill engine's log together with this one: it shows whether it was asked, and whether it "
-                "sent. Then look at the bootstrap server and the network between the two."
-            )
+            return "Look at the bootstrap server and at the network between the two engines."
         if first.doing("in_call"):
             lives = "If the engine still runs, take" if is_hard(end) else "Take"
             back = "" if is_hard(end) else " The blocks come back only with the answer, or with a restart."
@@ -158,6 +163,7 @@ class Stall(Verdict):
             ),
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
+            suffering=tuple(newest),
             culprit=(
                 "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
                 "could wait for"

@@ -17,6 +17,7 @@ from ledger.errors import Refused
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding, Verdict
 from ledger.verdicts._ends import is_hard, is_near
+from ledger.verdicts._rules import kind_of_rule
 
 FLUSH_INTERVAL_MS = 50
 """The engine's own default of `flush_interval_ms`."""
@@ -30,6 +31,10 @@ TORN_ENDS = (
 CLOSED_ADVICE = "See the engine's own log at that time for the error."
 
 
+ALSO = "See the engine's own log from {} UTC on for why this log ends."
+"""What is to be done as well; the finding of a late result just before the end says it itself."""
+
+
 class TornLog(Verdict):
     """Logs that stop, and engines that died."""
 
@@ -37,14 +42,15 @@ class TornLog(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._telling: deque[tuple[ev.Event, str]] = deque(maxlen=6)
+        self._telling: deque[tuple[ev.Event, str, bool]] = deque(maxlen=6)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Remember what broke the books last."""
-        self._telling.append((event, refusal.detail))
+        is_late = kind_of_rule(refusal.rule, is_report=True) == "late_event"
+        self._telling.append((event, refusal.detail, is_late))
 
     def _notable(self, event: ev.InvariantViolated | ev.ReportIgnored | ev.LoadFailed | ev.LoadRecovered) -> None:
-        self._telling.append((event, words.describe(event)))
+        self._telling.append((event, words.describe(event), isinstance(event, ev.ReportIgnored)))
 
     on_invariant_violated = on_report_ignored = on_load_failed = on_load_recovered = _notable
 
@@ -53,7 +59,7 @@ class TornLog(Verdict):
         if not is_hard(end):
             return
         closed = end.closed
-        near = [(event, detail) for event, detail in self._telling if is_near(event, end)]
+        near = [(event, detail) for event, detail, _ in self._telling if is_near(event, end)]
         flush_ms = self.trail.setting("flush_interval_ms", FLUSH_INTERVAL_MS)
         error = closed.exception or "no type was recorded" if closed is not None else ""
         if closed is not None:
@@ -68,6 +74,7 @@ class TornLog(Verdict):
             culprit = (
                 f"just before the end, {last_word}" if closed else f"{TORN_ENDS}; just before the end, {last_word}"
             )
+        inferred = "why the log ends" if closed is None else "that the engine died of it" if near else ""
         shown = {event.seq: event for event in [*(event for event, _ in near), *end.tail]}
         yield Finding(
             kind="torn_log",
@@ -86,12 +93,9 @@ class TornLog(Verdict):
             ),
             lead_seq=end.last.seq,
             chain=tuple(shown[seq] for seq in sorted(shown)),
-            shown="the log stops there" if near or closed is None else "",
-            inferred="why it does"
-            if closed is None
-            else "that the engine died of what came just before"
-            if near
-            else "",
+            inferred=inferred,
+            brief=f"the log ends torn after event {end.last.seq}" if closed is None else "",
+            also="" if near and self._telling[-1][2] else ALSO.format(words.clock(end.last.ts_ns)),
         )
 
 

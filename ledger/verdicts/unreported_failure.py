@@ -25,8 +25,8 @@ class UnreportedFailure(RuleVerdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("unreported_failure",)
     advice: ClassVar[str] = (
-        "The request went on with KV that did not arrive: do not trust its output. Look at the worker log of that rank "
-        "at that time for the error."
+        "Do not trust the output of the request: it went on with KV that did not arrive. Look at the worker log of "
+        "that rank at that time for the error."
     )
 
     def __init__(self, trail: Trail) -> None:
@@ -100,6 +100,8 @@ class UnreportedFailure(RuleVerdict):
             # The engine would have given the wait up in time. That does not undo that it was not told.
             certain, doubt = "proven", ""
         who = f"rank {first.rank}" + (f" and {first.peer}" if isinstance(first, ev.PeerSettled) and first.peer else "")
+        at = words.clock(first.ts_ns)
+        lives = " End the request: it gets no answer." if wait.request in self.state.book.requests else ""
         yield Finding(
             kind="unreported_failure",
             certainty=certain,
@@ -113,11 +115,7 @@ class UnreportedFailure(RuleVerdict):
             ranks=tuple(sorted({event.rank for event in failures})),
             code=code or None,
             culprit=f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler",
-            advice=(
-                f"Look at the worker log of rank {first.rank} at {words.clock(first.ts_ns)} UTC for the error. The "
-                "request waits without an answer: end it by hand, or restart the engine if it holds blocks that are "
-                "needed."
-            ),
+            advice=f"Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
             lead_seq=first.seq,
             doubt=doubt,
             chain=(wait.chain[0], *failures[:6]),

@@ -455,8 +455,8 @@ def s4_twin() -> dict[str, Script]:
 def _both_open() -> Script:
     log = Script()
     log.arrives("R")
-    log.receives("in", "R", blocks=(5, 12))
-    log.sends("out", "R")
+    log.receives("x-in", "R", blocks=(5, 12))
+    log.sends("x-out", "R")
     log.passes(0.2, steps=3)
     return log
 
@@ -464,44 +464,44 @@ def _both_open() -> Script:
 def s5a() -> dict[str, Script]:
     log = _both_open()
     log.request_aborted(request="R", generation=1, was="loading")
-    log.send_settled(transfer="out", request="R", outcome="withdrawn")
-    log.pull_ends("in", "R")
-    log.peer_answers("in", "R")
-    log.received("in", "R")
-    log.rank_sent(transfer="out", request="R", rank=0, outcome="expired")
+    log.send_settled(transfer="x-out", request="R", outcome="withdrawn")
+    log.pull_ends("x-in", "R")
+    log.peer_answers("x-in", "R")
+    log.received("x-in", "R")
+    log.rank_sent(transfer="x-out", request="R", rank=0, outcome="expired")
     return {"engine": log}
 
 
 def s5b() -> dict[str, Script]:
     log = _both_open()
-    log.pull_ends("in", "R")
-    log.peer_answers("in", "R")
-    log.received("in", "R")
+    log.pull_ends("x-in", "R")
+    log.peer_answers("x-in", "R")
+    log.received("x-in", "R")
     log.request_aborted(request="R", generation=1, was="queued")
-    log.send_settled(transfer="out", request="R", outcome="withdrawn")
-    log.rank_sent(transfer="out", request="R", rank=0, outcome="expired")
+    log.send_settled(transfer="x-out", request="R", outcome="withdrawn")
+    log.rank_sent(transfer="x-out", request="R", rank=0, outcome="expired")
     return {"engine": log}
 
 
 def s5c() -> dict[str, Script]:
     log = _both_open()
-    log.peer_answers("in", "R", outcome="failed", code="CANCELLED", stage="RECV")
+    log.peer_answers("x-in", "R", outcome="failed", code="CANCELLED", stage="RECV")
     log.request_aborted(request="R", generation=1, was="loading")
-    log.recv_recovered(transfer="in", request="R", generation=1, action="gone")
-    log.received("in", "R", "failed")
-    log.send_settled(transfer="out", request="R", outcome="withdrawn")
-    log.pull_ends("in", "R")
-    log.peer_settled(transfer="in", request="R", rank=0, peer="tp0 pp0")
+    log.recv_recovered(transfer="x-in", request="R", generation=1, action="gone")
+    log.received("x-in", "R", "failed")
+    log.send_settled(transfer="x-out", request="R", outcome="withdrawn")
+    log.pull_ends("x-in", "R")
+    log.peer_settled(transfer="x-in", request="R", rank=0, peer="tp0 pp0")
     return {"engine": log}
 
 
 def s5_twin() -> dict[str, Script]:
     log = _both_open()
     log.request_aborted(request="R", generation=1, was="loading")
-    log.send_settled(transfer="out", request="R", outcome="withdrawn")
-    log.pull_ends("in", "R")
-    log.peer_answers("in", "R")
-    log.received("in", "R")
+    log.send_settled(transfer="x-out", request="R", outcome="withdrawn")
+    log.pull_ends("x-in", "R")
+    log.peer_answers("x-in", "R")
+    log.received("x-in", "R")
     return {"engine": log.closes()}
 
 
@@ -924,8 +924,8 @@ INCIDENTS: tuple[Incident, ...] = (
         s5a,
         s5_twin,
         (
-            Expected(kind="late_event", ranks=(0,), requests=("R",), says=("no open send out",)),
-            Expected(kind="torn_log", says=("just before the end", "no open send out")),
+            Expected(kind="late_event", ranks=(0,), requests=("R",), says=("no open send x-out",)),
+            Expected(kind="torn_log", says=("just before the end", "no open send x-out")),
         ),
     ),
     Incident(
@@ -935,8 +935,8 @@ INCIDENTS: tuple[Incident, ...] = (
         s5b,
         s5_twin,
         (
-            Expected(kind="late_event", ranks=(0,), requests=("R",), says=("no open send out",)),
-            Expected(kind="torn_log", says=("just before the end", "no open send out")),
+            Expected(kind="late_event", ranks=(0,), requests=("R",), says=("no open send x-out",)),
+            Expected(kind="torn_log", says=("just before the end", "no open send x-out")),
         ),
     ),
     Incident(
@@ -947,8 +947,8 @@ INCIDENTS: tuple[Incident, ...] = (
         s5_twin,
         (
             Expected(kind="load_failed", ranks=(0,), requests=("R",), says=("CANCELLED",)),
-            Expected(kind="late_event", ranks=(0,), requests=("R",), says=("no open recv in",)),
-            Expected(kind="torn_log", says=("just before the end", "no open recv in")),
+            Expected(kind="late_event", ranks=(0,), requests=("R",), says=("no open recv x-in",)),
+            Expected(kind="torn_log", says=("just before the end", "no open recv x-in")),
         ),
     ),
     Incident(

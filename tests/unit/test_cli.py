@@ -15,7 +15,7 @@ import pytest
 
 from ledger import __version__, cli
 from ledger.case import Moment
-from ledger.report import WIDTH
+from ledger.layout import WIDTH
 from ledger.verdicts import PUBLIC_FIELDS
 from ledger.writer import Database
 from tests.incidents.script import Script, save
@@ -316,7 +316,7 @@ def test_check_names_the_first_event_at_which_file_and_code_disagree(
 
 def test_check_of_a_file_that_agrees_says_how_much_was_compared(good: str, capsys: pytest.CaptureFixture[str]):
     assert cli.run(["replay", "--check", good]) == 0
-    assert "good.db: all 1 checkpoint" in capsys.readouterr().out
+    assert "good.db: its 1 checkpoint" in capsys.readouterr().out
 
 
 # --- the others -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger import events as ev
-from ledger import report
+from ledger import report, report_data
 from ledger.case import Case, Interest, LogResult, Watch
 from ledger.join import join
 from ledger.questions import blame, why
@@ -57,7 +57,7 @@ def test_whatever_was_found_can_be_joined_and_printed(one: list[ev.AnyEvent], tw
     logs = [LogResult(Path(f"{n}.db"), False, {}, result) for n, result in zip(("one", "two"), results, strict=True)]
     case = Case(logs, Interest(), joined.findings, joined.transfers)
     assert list(report.text(case, check=True))
-    assert msgspec.json.encode(report.data(case))
+    assert msgspec.json.encode(report_data.data(case))
 
 
 @given(mangled())

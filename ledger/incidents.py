@@ -1,0 +1,203 @@
+"""Which findings are parts of one incident, and in which order they are told.
+
+A failure that is not dealt with shows in several ways: the report that went to the wrong job, the blocks that stay held
+for it, the end of the log. Each is a finding, and together they are one thing to look at. They belong together when
+they are about the same job, load or transfer, or when the log has nothing else to tell them apart by than the request
+that both name. What merely waits behind an incident is not a part of it.
+
+Pure: findings in, incidents out. This file knows findings and nothing else.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import msgspec
+
+from ledger.verdicts import Finding
+
+SYMPTOMS = ("leak", "stall")
+"""Kinds that are what something else leads to."""
+
+CAUSES = (
+    "broken_rule",
+    "double_free",
+    "early_free",
+    "missing_ranks",
+    "over_report",
+    "poison",
+    "stale_completion",
+    "unreported_failure",
+)
+"""Kinds that lead to a leak or a stall of the same job or request: its work had begun, and went wrong by this."""
+
+REPORTED = ("evicted_before_load", "load_failed", "lost_store")
+"""Kinds that the engine was told of and deals with. What it then does wrong is the cause, and not what set it off."""
+
+FREED = ("double_free", "early_free")
+"""Kinds by which blocks come to a new owner too early: poison of those blocks afterwards follows from it."""
+
+OPEN = ("leak", "missing_ranks", "stall")
+"""Kinds that last until the log ends, so that a torn end is a part of their story."""
+
+CERTAINTIES = ("proven", "suspected", "undecidable")
+"""The most certain first."""
+
+Found = Sequence[tuple[int, Finding]]
+"""Findings of one case in the order of the report, each with the index of its log."""
+
+
+class Incident(msgspec.Struct, frozen=True):
+    """Findings that are one story.
+
+    Attributes:
+        members: the places of its findings in the list that was given, in that order.
+        head: the one of them that tells the cause.
+    """
+
+    members: tuple[int, ...]
+    head: int
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The members that came before the cause and set it off."""
+        return tuple(member for member in self.members if member < self.head)
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The members that came of it."""
+        return tuple(member for member in self.members if member > self.head)
+
+
+def earliest_cause_first(findings: list[Finding]) -> list[Finding]:
+    """Return the findings of one log in the order of a report: by the first event that was not as it should be.
+
+    A leak or a stall comes after what led to it, and a torn end after everything: it says why a log stops, and never
+    why something before it went wrong.
+    """
+    causes = [finding for finding in findings if finding.kind in CAUSES]
+
+    def place(finding: Finding) -> tuple[bool, int, bool, int]:
+        lead_seq = finding.lead_seq or finding.since_seq
+        symptom = finding.kind in SYMPTOMS
+        if symptom:
+            leads = [each.lead_seq for each in causes if _same_work(each, finding)]
+            lead_seq = max(lead_seq, min(leads, default=0))
+        return finding.kind == "torn_log", lead_seq, symptom, finding.since_seq
+
+    return sorted(findings, key=place)
+
+
+def grouped(found: Found) -> list[Incident]:
+    """Return the incidents that the findings are, earliest cause first. Each finding is in exactly one of them."""
+    groups = _Groups(len(found))
+    holders: dict[Hashable, int] = {}
+    for place, (log, finding) in enumerate(found):
+        for subject in _subjects(log, finding):
+            groups.unite(holders.setdefault(subject, place), place)
+    for cause, effect in _led_to(found):
+        groups.unite(cause, effect)
+    for place, (_, finding) in enumerate(found):
+        if finding.kind == "torn_log":
+            partner = _ended_in(place, found)
+            if partner is not None:
+                groups.unite(partner, place)
+    return [Incident(members, _head(members, found)) for members in groups.members()]
+
+
+def _same_work(one: Finding, other: Finding) -> bool:
+    if one.jobs and other.jobs:
+        return not set(one.jobs).isdisjoint(other.jobs)
+    return not set(_own_requests(one)).isdisjoint(_own_requests(other))
+
+
+def _own_requests(finding: Finding) -> list[str]:
+    return [name for name in finding.requests if name not in finding.suffering]
+
+
+def _subjects(log: int, finding: Finding) -> Iterator[Hashable]:
+    """Yield what a finding is about. Two that share one of these are parts of one incident."""
+    for job in finding.jobs:
+        yield "job", log, job
+    for other, job in finding.elsewhere:
+        yield "job", other, job
+    for load in finding.loads:
+        yield "load", log, load
+    for transfer in finding.transfers:
+        yield "transfer", transfer
+    if finding.cause:
+        yield "cause", log, finding.kind, finding.cause
+
+
+def _led_to(found: Found) -> Iterator[tuple[int, int]]:
+    """Yield the places of a cause and of what came of it, where they share no job, load or transfer."""
+    causes = [(place, log, each) for place, (log, each) in enumerate(found) if each.kind in CAUSES]
+    for place, (log, finding) in enumerate(found):
+        for at, in_log, cause in causes:
+            if in_log == log and at != place and (_may_lead(cause, finding, at < place) or _freed(cause, finding)):
+                yield at, place
+
+
+def _may_lead(cause: Finding, finding: Finding, is_earlier: bool) -> bool:
+    if finding.kind in SYMPTOMS:
+        return is_earlier and _same_work(cause, finding)
+    if finding.jobs or finding.loads or finding.transfers or finding.kind == "torn_log":
+        return False
+    return not set(_own_requests(cause)).isdisjoint(_own_requests(finding))
+
+
+def _freed(cause: Finding, finding: Finding) -> bool:
+    """Return whether the cause gave blocks away that then were poisoned."""
+    if finding.kind != "poison" or cause.kind not in FREED or cause.lead_seq > finding.lead_seq:
+        return False
+    freed = {block for _, block in cause.blocks}
+    return any(block in freed for _, block in finding.blocks)
+
+
+def _ended_in(torn: int, found: Found) -> int | None:
+    """Return the place of the finding whose story the torn end of a log belongs to, or None if it stands alone.
+
+    That is the last one about a request that the events just before the end name, else the first that lasted until
+    the end.
+    """
+    log, end = found[torn]
+    others = [(place, each) for place, (in_log, each) in enumerate(found) if in_log == log and place != torn]
+    near = [place for place, each in others if not set(end.requests).isdisjoint(_own_requests(each))]
+    lasted = [place for place, each in others if each.kind in OPEN]
+    return near[-1] if near else lasted[0] if lasted else None
+
+
+def _head(members: Sequence[int], found: Found) -> int:
+    """Return the member that tells the cause: the first, or what the engine made of it; the most certain of alike."""
+    head = members[0]
+    if found[head][1].kind in REPORTED:
+        kinds = {found[member][1].kind for member in members}
+        causes = {*CAUSES, "late_event"} if "torn_log" in kinds else CAUSES  # a late result may end an engine
+        head = next((member for member in members if found[member][1].kind in causes), head)
+    kind, cause = found[head][1].kind, found[head][1].cause
+    alike = [member for member in members if (found[member][1].kind, found[member][1].cause) == (kind, cause)]
+    return min(alike, key=lambda member: CERTAINTIES.index(found[member][1].certainty))
+
+
+class _Groups:
+    """Places that are united into groups."""
+
+    def __init__(self, number: int) -> None:
+        self._first = list(range(number))
+
+    def unite(self, one: int, other: int) -> None:
+        """Put the groups of both together; the group is known by its first place."""
+        first, second = sorted((self._find(one), self._find(other)))
+        self._first[second] = first
+
+    def members(self) -> list[tuple[int, ...]]:
+        """Return the groups, each in order, by their first place."""
+        groups: dict[int, list[int]] = {}
+        for place in range(len(self._first)):
+            groups.setdefault(self._find(place), []).append(place)
+        return [tuple(groups[first]) for first in sorted(groups)]
+
+    def _find(self, place: int) -> int:
+        first = self._first
+        while first[place] != place:
+            first[place] = first[first[place]]
+            place = first[place]
+        return place

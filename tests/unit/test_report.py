@@ -1,0 +1,252 @@
+"""The report leads with what happened and what to do, claims no more than the log shows, and can be followed."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ledger import report, report_data
+from ledger.case import Case, Moment, replay_files
+from ledger.codes import CODES
+from ledger.layout import Page
+from tests.incidents.corpus import INCIDENTS
+from tests.incidents.script import Script, save
+
+EVERY_ID = [incident.id for incident in INCIDENTS]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """The incidents of the corpus, replayed from files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    told: dict[str, Case] = {}
+    for incident in INCIDENTS:
+        paths = [save(events, folder / f"{incident.id}.{name}.db") for name, events in incident.logs().items()]
+        told[incident.id] = replay_files(paths)
+    return told
+
+
+def lines(case: Case, width: int = 80) -> list[str]:
+    return list(report.text(case, width=width))
+
+
+def one_line(case: Case) -> str:
+    """The report with its lines put together again."""
+    return " ".join(" ".join(lines(case)).split())
+
+
+def case_of(log: Script, tmp_path: Path, moment: str = "") -> Case:
+    return replay_files([log.save(tmp_path / "log.db")], moment=Moment(moment) if moment else None)
+
+
+# --- the first lines --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY_ID)
+def test_the_first_lines_say_what_happened_and_what_to_do(cases: dict[str, Case], name: str):
+    case = cases[name]
+    top = " ".join(lines(case)[: lines(case).index("")])
+    if not case.findings:
+        assert top == "Nothing wrong was found."
+        return
+    head = case.findings[case.incidents[0].head][1]
+    assert "What happened" in top
+    assert "Do next: " in top
+    assert (f"What happened ({head.certainty}): " in top) == (head.certainty != "proven")
+    assert len(lines(case)[: lines(case).index("")]) <= 8
+
+
+def test_findings_are_counted_the_most_certain_first(cases: dict[str, Case]):
+    assert lines(cases["S2"])[0] == "3 findings in 1 incident: stale_completion (proven), 2 leak (proven)"
+    said = report.headline(cases["S13"])
+    assert said == "3 findings in 1 incident: load_failed (proven), torn_log (proven), stall (suspected)"
+    assert lines(cases["K1"])[0] == "1 finding: stall (proven)"
+
+
+def test_a_moment_before_the_first_event_is_not_called_sound(tmp_path: Path):
+    log = Script()
+    log.runs("R")
+    case = case_of(log.closes(), tmp_path, "2020-01-01")
+    first = lines(case)[0]
+    assert "there is no event before that moment" in one_line(case)
+    assert "the log begins at 2026-05-28T20:26:40.001Z" in one_line(case)
+    assert "Nothing wrong" not in first
+
+
+# --- one story --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY_ID)
+def test_each_incident_has_one_culprit_and_one_thing_to_do(cases: dict[str, Case], name: str):
+    case = cases[name]
+    said = lines(case)
+    for label in ("Culprit", "Do next"):
+        assert sum(line.startswith(f"  {label} ") for line in said) == len(case.incidents)
+    shown = one_line(case)
+    for _, finding in case.findings:
+        assert f"{finding.kind.upper()} ({finding.certainty}): " in shown
+
+
+def test_what_came_of_a_cause_is_told_with_it_in_short(cases: dict[str, Case]):
+    said = one_line(cases["S2"])
+    assert said.count("Then LEAK (proven)") == 2
+    assert "Restart the engine when it can be spared" in said
+    said = one_line(cases["S6"])
+    assert said.index("EARLY_FREE") < said.index("Before LOAD_FAILED (proven)") < said.index("Then POISON (suspected)")
+
+
+def test_incidents_are_data_too_and_the_findings_stay_as_they_are(cases: dict[str, Case]):
+    data = report_data.data(cases["S4"])
+    assert [finding["kind"] for finding in data["findings"]] == ["unreported_failure", "stall", "leak", "late_event"]
+    (incident,) = data["story"]["incidents"]
+    assert (incident["findings"], incident["cause"], incident["after"]) == ([0, 1, 2, 3], 0, [1, 2, 3])
+    assert incident["do_next"].startswith("Look for the error in the worker log of rank 0")
+
+
+def test_the_other_log_is_not_asked_for_when_it_is_there(cases: dict[str, Case], tmp_path: Path):
+    assert "Replay the decode engine's log" not in one_line(cases["S11"])
+    (prefill,) = [log.path for log in cases["S11"].logs if "prefill" in log.path.name]
+    assert "Do next: Replay the decode engine's log together with this one" in one_line(replay_files([prefill]))
+
+
+# --- what is claimed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY_ID)
+def test_nothing_is_said_to_be_for_ever_of_which_the_log_only_shows_the_beginning(cases: dict[str, Case], name: str):
+    assert not re.search(r"\bnever\b|for ever|for good|not returned", one_line(cases[name]))
+
+
+def test_what_is_shown_and_what_is_concluded_are_told_apart(cases: dict[str, Case]):
+    said = one_line(cases["S13"])
+    assert "Proven store job 2 is open since event 24, and still was at event 28" in said
+    assert "Not proven the log ends torn" in said
+    assert "Not proven LOAD_FAILED: that what the other log has of these keys is why they cannot be loaded" in said
+
+
+def test_blocks_that_were_given_away_are_not_said_to_be_held(cases: dict[str, Case]):
+    said = one_line(cases["S6"])
+    assert "holds 8 blocks in the book only: they were given away too early, see incident 1" in said
+
+
+def test_a_call_that_failed_is_not_told_as_if_its_bytes_had_moved(cases: dict[str, Case]):
+    said = one_line(cases["S15"])
+    assert "7.40 s: get #1 of rank 0 for load 0, failed, 32.0 KiB asked for, event 7" in said
+    assert "0 B moved, 1 failed" in said
+
+
+def test_durations_of_scripted_calls_are_those_between_their_events():
+    for incident in INCIDENTS:
+        for healthy in (False, True):
+            for events in incident.logs(healthy=healthy).values():
+                began = {(e.transfer, e.rank): e.ts_ns for e in events if e.__class__.__name__ == "TransferStarted"}
+                for event in events:
+                    if event.__class__.__name__ == "TransferFinished":
+                        assert event.duration_ns == event.ts_ns - began[event.transfer, event.rank]
+
+
+# --- how it is proven -------------------------------------------------------------------------------------------------
+
+
+def test_a_poisoned_key_can_be_followed_from_the_events_alone(cases: dict[str, Case]):
+    evidence = one_line(cases["S1"]).split(" Evidence ")[1]
+    steps = [
+        "store job 0 registered for request R",
+        "request R preempted",
+        "blocks 5-12 were given up by request R",
+        "blocks 5-12 were given to request R2",
+        "request R2 scheduled",
+        "put #1 for job 0 began",
+        "put #1 for job 0 ended ok",
+        "get #2 for load 0 began",
+    ]
+    places = [evidence.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "Keys of job 0 (proven): r00, r01" in one_line(cases["S1"])
+
+
+def test_a_peer_that_went_on_writing_is_among_the_events(cases: dict[str, Case]):
+    evidence = one_line(cases["S6"]).split(" Evidence ")[1]
+    assert evidence.index("given to request R2") < evidence.index("tp1 pp0 settled x1 for rank 0: ok")
+
+
+def test_ranks_that_went_on_after_a_send_was_over_are_among_the_events(cases: dict[str, Case]):
+    evidence = one_line(cases["S12"]).split(" Evidence ")[1]
+    settled = evidence.index("send x1 of request R settled: sent")
+    assert settled < evidence.index("rank 1: push of x1 with tp0 pp0 ended ok")
+
+
+def test_both_frees_of_a_double_free_are_among_the_events(cases: dict[str, Case]):
+    evidence = one_line(cases["K4"]).split(" Evidence ")[1].split(" Open at the end")[0]
+    assert evidence.count("job 0 freed blocks 5-12") == 2
+
+
+def test_what_a_late_result_came_after_is_among_the_events(cases: dict[str, Case]):
+    evidence = one_line(cases["S16"]).split(" Evidence ")[1]
+    assert "request R aborted" in evidence
+    assert "recv x1 of request R settled" in evidence
+
+
+def test_of_many_blocks_an_event_shows_those_that_the_incident_is_about(tmp_path: Path):
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.preempts("R")
+    log.takes_back("R", (5, 12))
+    log.arrives("R2")
+    log.gives("R2", [7, *range(20, 60, 2)])
+    log.request_scheduled(request="R2", generation=1, scheduled_tokens=128)
+    log.steps(3)
+    log.puts(0, keys="abcdefgh")
+    log.reports(0)
+    said = one_line(case_of(log.closes(), tmp_path))
+    assert "block 7 was given to request R2 (and 20 more)" in said
+
+
+# --- how it reads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("name", EVERY_ID)
+def test_no_line_is_wider_than_the_reader_has_room(cases: dict[str, Case], name: str, width: int):
+    for line in lines(cases[name], width):
+        assert line.isascii()
+        assert line == line.rstrip()
+        assert len(line) <= width or " " not in line.strip(), line  # a path is not broken
+
+
+def test_a_narrow_page_says_the_same_words(cases: dict[str, Case]):
+    wide, narrow = (Counter(re.findall(r"[\w.-]+", " ".join(lines(cases["S1"], width)))) for width in (80, 40))
+    del wide["event"], narrow["event"]  # without columns, the number of an event says what it is
+    assert wide == narrow
+
+
+@pytest.mark.parametrize("name", EVERY_ID)
+def test_one_is_told_as_one(cases: dict[str, Case], name: str):
+    said = one_line(cases[name])
+    assert not re.search(r"ranks \d+(?![-,\d])", said)
+    assert not re.search(r"blocks \d+(?![-,\d])", said)
+    assert "(group 0)" not in said
+
+
+@pytest.mark.parametrize("name", EVERY_ID)
+def test_calls_are_not_told_as_two_numbers(cases: dict[str, Case], name: str):
+    assert not re.search(r"\b(put|get)s? \d+-\d+", one_line(cases[name]))
+
+
+@pytest.mark.parametrize("name", EVERY_ID)
+def test_the_first_use_of_a_code_says_what_it_means(cases: dict[str, Case], name: str):
+    said = one_line(cases[name])
+    for row in CODES.values():
+        uses = said.count(str(row.code))
+        assert said.count(f"{row.code} ({row.short}") == min(uses, 1)
+
+
+def test_a_raw_number_stands_beside_the_meaning_of_its_code():
+    page = Page()
+    said = page.explain("failed with BLOCK_NOT_FOUND (raw -704), and again with BLOCK_NOT_FOUND (raw -704)")
+    assert said == (
+        "failed with BLOCK_NOT_FOUND (no readable copy of the block; raw -704), and again with BLOCK_NOT_FOUND "
+        "(raw -704)"
+    )
