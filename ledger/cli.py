@@ -186,10 +186,12 @@ def diff(file: Path, earlier: Moment, later: Moment) -> int:
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @click.option("--job", type=click.IntRange(0), required=True, help="The store job whose KV is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as data.")
-def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
+@click.option("--keys", "only_keys", is_flag=True, help="Print the hashes of the keys alone, one a line, for grep -Ff.")
+def blast_radius(files: tuple[Path, ...], job: int, as_json: bool, only_keys: bool) -> int:
     """Say how far wrong KV has come: keys, requests that loaded them, and what those stored.
 
-    Several FILES are the logs of engines that share a store.
+    Several FILES are the logs of engines that share a store. A key of the store ends in its hash, so that with the
+    store's list of keys `--keys` finds those to remove.
     """
     from ledger import answers, report_data
     from ledger.case import ask_blast_radius
@@ -199,6 +201,9 @@ def blast_radius(files: tuple[Path, ...], job: int, as_json: bool) -> int:
         radius = ask_blast_radius(logs, job, progress)
     if radius is None:
         raise click.UsageError(f"none of the files has a store job {job}")
+    if only_keys:
+        _print(list(dict.fromkeys((*radius.keys, *radius.derived))))
+        return FOUND if radius.judged else OK
     names = [str(file) for file in logs]
     if as_json:
         _print_json(report_data.radius_data(radius, names))

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ledger import events as ev
+from ledger import schema
 from ledger.log import Log
 from ledger.state import State
 from ledger.writer import Writer
@@ -24,6 +26,17 @@ ROOT = Path(__file__).parents[2]
 def new_log(**settings) -> Log:
     """An empty log with an empty state behind it."""
     return Log(State(), **settings)
+
+
+def changed(path: Path | str, *statements: str) -> None:
+    """Change a file as somebody would who knows how: the guards go first and come back afterwards."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for name in schema.TRIGGERS:
+            connection.execute(f"DROP TRIGGER IF EXISTS {name}")
+        for statement in statements:
+            connection.execute(statement)
+        for trigger in schema.TRIGGERS.values():
+            connection.execute(trigger)
 
 
 def append_requests(log: Log, count: int) -> None:
@@ -86,6 +99,7 @@ WRITE_UNTIL_KILLED = """
 import signal, sys
 from pathlib import Path
 from ledger import events as ev
+from ledger import schema
 from tests.unit.log_files import append_requests, new_log
 from ledger.writer import Writer
 

@@ -15,10 +15,12 @@ import pytest
 
 from ledger import __version__, cli
 from ledger.case import Moment
+from ledger.demo import incidents
 from ledger.layout import WIDTH
 from ledger.verdicts import PUBLIC_FIELDS
 from ledger.writer import Database
 from tests.incidents.script import Script, save
+from tests.unit.log_files import changed
 
 COMMAND = (sys.executable, "-m", "ledger")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -392,6 +394,28 @@ def test_minimize_by_a_kind_that_the_log_does_not_have_names_those_that_it_has(
     assert "nothing wrong was found in it" in capsys.readouterr().err
 
 
+def test_blast_radius_prints_the_keys_alone_for_a_search_in_the_list_of_a_store(capsys: pytest.CaptureFixture[str]):
+    (poisoned,) = [str(path) for path in incidents() if path.stem == "poisoned-keys"]
+    assert cli.run(["replay", poisoned, "--json"]) == 1
+    job = str(json.loads(capsys.readouterr().out)["findings"][0]["jobs"][0])
+    assert cli.run(["blast-radius", poisoned, "--job", job, "--json"]) == 1
+    keys = json.loads(capsys.readouterr().out)["keys"]
+    assert keys
+    assert cli.run(["blast-radius", poisoned, "--job", job, "--keys"]) == 1
+    assert capsys.readouterr().out.split() == keys
+
+
+def test_seal_salvages_what_can_be_read_of_a_cut_log_and_says_what_is_lost(
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    changed(bad, "DELETE FROM events WHERE seq = 4")
+    assert cli.run(["seal", bad, str(tmp_path / "incident.db")]) == 3
+    assert "seal --salvage" in capsys.readouterr().err
+    assert cli.run(["seal", "--salvage", bad, str(tmp_path / "incident.db")]) == 0
+    assert "1 event could not be read; a gap stands in each place" in capsys.readouterr().out
+    assert cli.run(["replay", str(tmp_path / "incident.db")]) == 1
+
+
 def test_a_command_that_is_misspelt_is_asked_for_with_one_mark(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["replya"]) == 2
     assert capsys.readouterr().err.endswith("Did you mean 'replay'? See kvledger --help.\n")
@@ -424,12 +448,7 @@ def test_seal_and_verify(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_verify_of_a_changed_file_names_the_event(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     sealed = tmp_path / "incident.db"
     assert cli.run(["seal", bad, str(sealed)]) == 0
-    connection = sqlite3.connect(sealed)
-    for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-        connection.execute(f"DROP TRIGGER {name}")
-    connection.execute("UPDATE events SET data = replace(data, 'TimeoutError', 'OSError') WHERE seq = 10")
-    connection.commit()
-    connection.close()
+    changed(sealed, "UPDATE events SET data = replace(data, 'TimeoutError', 'OSError') WHERE seq = 10")
     assert cli.run(["verify", str(sealed)]) == 1
     out = capsys.readouterr().out
     assert "\nevent 10 is not the one that was sealed\n" in out

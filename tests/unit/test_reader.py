@@ -17,6 +17,7 @@ from ledger.writer import Database
 from tests.unit.log_files import (
     append_requests,
     append_transfers,
+    changed,
     closed_log,
     contents,
     read_only,
@@ -441,13 +442,6 @@ def test_no_damage_ends_in_anything_but_our_own_errors(closed, tmp_path_factory,
     shutil.rmtree(path.parent)
 
 
-def without_guards(path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None)
-    for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-        connection.execute(f"DROP TRIGGER {name}")
-    return connection
-
-
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -467,9 +461,7 @@ def without_guards(path) -> sqlite3.Connection:
 )
 def test_an_event_that_is_missing_or_broken_is_named(tmp_path, change, part):
     closed_log(tmp_path / "a.db", 10)
-    connection = without_guards(tmp_path / "a.db")
-    connection.execute(change)
-    connection.close()
+    changed(tmp_path / "a.db", change)
     with pytest.raises(FileCorrupt) as refused, open_log(tmp_path / "a.db") as log:
         list(log.events())
     assert_one_line_that_helps(refused.value, part, "Copy it again")

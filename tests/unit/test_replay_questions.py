@@ -1,6 +1,5 @@
 """Questions asked backwards: why, blame, diff, blast radius, and the smallest log that still has a finding."""
 
-import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ from ledger.state import State
 from ledger.writer import Database
 from tests.incidents.corpus import INCIDENTS, keys
 from tests.incidents.script import Script
+from tests.unit.log_files import changed
 
 BY_ID = {incident.id: incident for incident in INCIDENTS}
 
@@ -350,12 +350,7 @@ def test_a_sealed_file_that_was_changed_is_not_called_sealed(
     path = seal(files["twin"], tmp_path / "sealed.db").target
     assert cli.run(["replay", str(path)]) == 0
     assert "(sealed)" in " ".join(capsys.readouterr().out.split())
-    connection = sqlite3.connect(path)
-    for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-        connection.execute(f"DROP TRIGGER {name}")
-    connection.execute('UPDATE events SET data = replace(data, \'"request":"R"\', \'"request":"Z"\')')
-    connection.commit()
-    connection.close()
+    changed(path, 'UPDATE events SET data = replace(data, \'"request":"R"\', \'"request":"Z"\')')
     cli.run(["replay", str(path)])
     assert "is not the one that was sealed: see kvledger verify)" in " ".join(capsys.readouterr().out.split())
 

@@ -15,6 +15,7 @@ from ledger.seal import KEPT_PROBLEMS, seal, verify
 from tests.unit.log_files import (
     append_requests,
     append_work,
+    changed,
     closed_log,
     contents,
     running_engine,
@@ -44,18 +45,6 @@ def rows(path, query: str) -> list[tuple]:
         return connection.execute(query).fetchall()
     finally:
         connection.close()
-
-
-def changed(path, *statements: str) -> None:
-    """Change a file as somebody would who knows how: the guards go first and come back afterwards."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    for name in schema.TRIGGERS:
-        connection.execute(f"DROP TRIGGER {name}")
-    for statement in statements:
-        connection.execute(statement)
-    for trigger in schema.TRIGGERS.values():
-        connection.execute(trigger)
-    connection.close()
 
 
 # --- sealing ------------------------------------------------------------------------------------------------------
