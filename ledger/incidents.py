@@ -35,6 +35,12 @@ REPORTED = ("evicted_before_load", "load_failed", "lost_store")
 FREED = ("double_free", "early_free")
 """Kinds by which blocks come to a new owner too early: poison of those blocks afterwards follows from it."""
 
+MISCOUNTED = ("double_free", "early_free", "over_report", "stale_completion")
+"""Kinds by which an answer was counted for other work than its own, which then is left to wait."""
+
+WRONG_KV = ("double_free", "early_free", "poison", "unreported_failure")
+"""Kinds after which a request may have been served KV that is not its own."""
+
 OPEN = ("leak", "missing_ranks", "stall")
 """Kinds that last until the log ends, so that a torn end is a part of their story."""
 
@@ -103,6 +109,18 @@ def grouped(found: Found) -> list[Incident]:
     return [Incident(members, _head(members, found)) for members in groups.members()]
 
 
+def gravest(incidents: Sequence[Incident], found: Found) -> Incident:
+    """Return the incident to tell first of all: wrong KV that is proven, else what the engine has not dealt with."""
+
+    def gravity(incident: Incident) -> int:
+        told = [found[member][1] for member in incident.members]
+        if any(finding.kind in WRONG_KV and finding.certainty == "proven" for finding in told):
+            return 0
+        return 1 if any(finding.kind in (*CAUSES, *SYMPTOMS) for finding in told) else 2
+
+    return min(incidents, key=gravity)
+
+
 def _same_work(one: Finding, other: Finding) -> bool:
     if one.jobs and other.jobs:
         return not set(one.jobs).isdisjoint(other.jobs)
@@ -137,11 +155,14 @@ def _led_to(found: Found) -> Iterator[tuple[int, int]]:
 
 
 def _may_lead(cause: Finding, finding: Finding, is_earlier: bool) -> bool:
+    same_request = not set(_own_requests(cause)).isdisjoint(_own_requests(finding))
     if finding.kind in SYMPTOMS:
+        if cause.kind in MISCOUNTED and same_request and not set(cause.ranks).isdisjoint(finding.ranks):
+            return True
         return is_earlier and _same_work(cause, finding)
     if finding.jobs or finding.loads or finding.transfers or finding.kind == "torn_log":
         return False
-    return not set(_own_requests(cause)).isdisjoint(_own_requests(finding))
+    return same_request
 
 
 def _freed(cause: Finding, finding: Finding) -> bool:
@@ -168,7 +189,7 @@ def _ended_in(torn: int, found: Found) -> int | None:
 def _head(members: Sequence[int], found: Found) -> int:
     """Return the member that tells the cause: the first, or what the engine made of it; the most certain of alike."""
     head = members[0]
-    if found[head][1].kind in REPORTED:
+    if found[head][1].kind in (*REPORTED, *SYMPTOMS):
         kinds = {found[member][1].kind for member in members}
         causes = {*CAUSES, "late_event"} if "torn_log" in kinds else CAUSES  # a late result may end an engine
         head = next((member for member in members if found[member][1].kind in causes), head)

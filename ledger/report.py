@@ -16,7 +16,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, by_group, count, expand, to_ranges
 from ledger.case import Case, LogResult
-from ledger.incidents import CERTAINTIES, FREED, Incident
+from ledger.incidents import CERTAINTIES, FREED, Incident, gravest
 from ledger.join import Step
 from ledger.layout import WIDTH, Page
 from ledger.replay import Result
@@ -74,21 +74,29 @@ def text(case: Case, *, check: bool = False, width: int = WIDTH) -> Iterator[str
 
 
 def summary(case: Case, page: Page) -> Iterator[str]:
-    """Yield what was found, and of the first incident what happened and what to do."""
+    """Yield what was found, and of the gravest incident what happened and what to do."""
     yield from page.wrap("", headline(case))
     incidents = case.incidents
     if not incidents:
         return
-    first = incidents[0]
+    first = gravest(incidents, case.findings)
     finding = case.findings[first.head][1]
     torn = [each for _, each in _members(first, case) if each.kind == "torn_log" and each is not finding and each.brief]
     then = f". Then {torn[0].brief}" if torn else ""
-    sure = "" if finding.certainty == "proven" else f" ({finding.certainty})"
+    which = f"incident {incidents.index(first) + 1}" if len(incidents) > 1 else ""
+    about = ", ".join(part for part in (which, finding.certainty if finding.certainty != "proven" else "") if part)
+    sure = f" ({about})" if about else ""
     what = _short(finding.brief or finding.title)
     yield from page.wrap("", f"What happened{sure}: {what}{then}.", hanging=2)
     yield from page.wrap("", f"Do next: {_short(_first_steps(first, case))}", hanging=2)
-    if len(incidents) > 1:
-        yield from page.wrap("", f"{words.plural(len(incidents) - 1, 'more incident')} below.")
+    others = [f"{number} {_kind(case, each)}" for number, each in enumerate(incidents, 1) if each is not first]
+    if others:
+        yield from page.wrap("", f"Other incidents: {words.listed(others, 8)}.", hanging=2)
+
+
+def _kind(case: Case, incident: Incident) -> str:
+    finding = case.findings[incident.head][1]
+    return f"{finding.kind} ({finding.certainty})"
 
 
 def headline(case: Case) -> str:

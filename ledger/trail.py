@@ -27,6 +27,8 @@ KEPT_EVENTS_PER_REQUEST = 200
 KEPT_OVER = 1024
 """Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late."""
 
+KEPT_ANSWERS = 4
+
 RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
 
@@ -36,11 +38,20 @@ class Over(msgspec.Struct, frozen=True):
     Attributes:
         event: the event that ended it: for a job, when its blocks were freed.
         blocks: the blocks of a load; those of a job stand in `event`.
+        chain: its events until then.
     """
 
     request: str
     event: ev.JobSettled | ev.BlocksFreed | ev.LoadSettled | ev.SendSettled | ev.SendExpired | ev.RecvSettled
     blocks: Blocks = ()
+    chain: Chain = []
+
+    @property
+    def told(self) -> list[ev.Event]:
+        """Its beginning, the answers to it and its end, and not what the workers did meanwhile."""
+        kinds = ev.RankCompleted | ev.RankLoaded | ev.RankSent | ev.PeerSettled
+        answers = [event for event in self.chain[1:] if isinstance(event, kinds)]
+        return [*self.chain[:1], *answers[-KEPT_ANSWERS:], self.event]
 
 
 class Trail:
@@ -129,9 +140,9 @@ class Trail:
         return None
 
     def last_end(self, request: str, job: int = -1, load: int = -1, transfer: str = "") -> list[ev.Event]:
-        """Return how a request and its job, load or transfer ended, as far as that is remembered, in their order."""
+        """Return what is remembered of a job, load or transfer and how its request ended, in the order of the log."""
         keys: tuple[tuple[str, int | str], ...] = (("job", job), ("load", load), ("transfer", transfer))
-        found: list[ev.Event] = [over.event for key in keys if (over := self.over.get(key)) is not None]
+        found = [event for key in keys if (over := self.over.get(key)) is not None for event in over.told]
         if request in self.ended:
             found.append(self.ended[request])
         return sorted(found, key=lambda event: event.seq)
@@ -205,13 +216,13 @@ class Trail:
 
     def _job_ended(self, event: ev.JobSettled | ev.BlocksFreed) -> None:
         job = event.job
-        del self.jobs[job]
+        chain = self.jobs.pop(job)
         request = self._owners.pop(job)
         jobs = self.jobs_of[request]
         jobs.remove(job)
         if not jobs:
             del self.jobs_of[request]
-        self._note_over(("job", job), Over(request, event))
+        self._note_over(("job", job), Over(request, event, chain=chain))
 
     def _note_over(self, key: tuple[str, int | str], what: "Over") -> None:
         over = self.over
@@ -237,7 +248,7 @@ class Trail:
         chain = self.loads.pop(event.load)
         planned = chain[0] if chain else None
         if isinstance(planned, ev.LoadPlanned):
-            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks))
+            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks, chain))
 
     # --- P/D transfers ----------------------------------------------------------------------------------------------
 
@@ -250,8 +261,8 @@ class Trail:
     on_send_ready = on_send_started = on_rank_sent = _sending
 
     def _sent(self, event: ev.SendSettled | ev.SendExpired) -> None:
-        del self.sends[event.request]
-        self._note_over(("transfer", event.transfer), Over(event.request, event))
+        chain = self.sends.pop(event.request)
+        self._note_over(("transfer", event.transfer), Over(event.request, event, chain=chain))
 
     on_send_settled = on_send_expired = _sent
 
@@ -264,8 +275,8 @@ class Trail:
     on_peers_named = on_peer_settled = on_recv_failed = on_recv_recovered = _receiving
 
     def on_recv_settled(self, event: ev.RecvSettled) -> None:
-        del self.recvs[event.request]
-        self._note_over(("transfer", event.transfer), Over(event.request, event))
+        chain = self.recvs.pop(event.request)
+        self._note_over(("transfer", event.transfer), Over(event.request, event, chain=chain))
 
     # --- evidence and suspicions, of jobs and loads -----------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class RuleVerdict(Verdict):
 
     advice: ClassVar[str] = ""
     lead: ClassVar[str] = ""
-    """What stands in front of the rule's own words, so that they say what is wrong."""
+    """What stands in front of the rule's own words, so that they say what is wrong; {} is whose report it was."""
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -177,11 +177,12 @@ class RuleVerdict(Verdict):
         # What the engine noticed itself says all in its detail; what only the fold refuses is named with the event.
         noticed = isinstance(first.event, ev.InvariantViolated)
         said = "" if noticed else f" (event {first.event.seq}: {words.describe(first.event)})"
+        who = f" of rank {first.rank}" if first.is_report and first.rank >= 0 else ""
         times = f" ({len(group)} times in all)" if len(group) > 1 else ""
         return Finding(
             kind=self.kinds[0],
             certainty=certain,
-            title=f"{self.lead}{first.detail}{said}{times}",
+            title=f"{self.lead.format(who)}{first.detail}{said}{times}",
             since_seq=first.event.seq,
             requests=tuple(dict.fromkeys(broken.request for broken in group if broken.request)),
             jobs=tuple(dict.fromkeys(broken.job for broken in group if broken.job >= 0)),

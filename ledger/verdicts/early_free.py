@@ -128,7 +128,7 @@ class EarlyFree(RuleVerdict):
             return
         blocks = over.event.blocks if isinstance(over.event, ev.BlocksFreed) else over.blocks
         self._keep(
-            _Released(event, key, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), (over.event,))
+            _Released(event, key, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), tuple(over.told))
         )
 
     on_transfer_started = on_transfer_finished = _called

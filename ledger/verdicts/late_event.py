@@ -20,7 +20,7 @@ class LateEvent(RuleVerdict):
     """Results for what was over."""
 
     kinds: ClassVar[tuple[str, ...]] = ("late_event",)
-    lead: ClassVar[str] = "a result came too late: "
+    lead: ClassVar[str] = "a result{} came too late: "
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from ledger import events as ev
 from ledger.errors import Refused
-from ledger.verdicts._rules import RuleVerdict
+from ledger.trail import End
+from ledger.verdicts._rules import Broken, RuleVerdict
 from ledger.verdicts._stale import owed_by_an_older_job
 
 
@@ -17,11 +18,16 @@ class OverReport(RuleVerdict):
     """Reports beyond what was expected."""
 
     kinds: ClassVar[tuple[str, ...]] = ("over_report",)
-    lead: ClassVar[str] = "a report too many: "
+    lead: ClassVar[str] = "a report too many{}: "
     advice: ClassVar[str] = (
-        "Look at the worker log of that rank at that time: which job did it really finish? The blocks stay pinned, "
-        "which is safe; do not free them by hand."
+        "Look at the worker log of that rank at that time: which job did it really finish? Another one may still wait "
+        "for this report."
     )
+
+    def advise(self, first: Broken, end: End) -> str:
+        """Return what to do next."""
+        held = " The blocks stay pinned, which is safe; do not free them by hand." if first.blocks else ""
+        return f"{self.advice}{held}"
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take what the book refused, unless an older job is owed exactly this report."""

@@ -403,10 +403,11 @@ class Poison(Verdict):
         )
         old = words.request(work.request, work.generation)
         which = words.these_blocks(_grouped(blocks), 8)
+        they = "it" if len(blocks) == 1 else "they"
         hold = "may hold" if not proven else "holds" if len(stored) == 1 else "hold"
         if reads:
             read = "read" if proven else "may have read"
-            title = f"{work.name} of {old} {read} {which} after they had been given to {new}"
+            title = f"{work.name} of {old} {read} {which} after {they} had been given to {new}"
             if stored:
                 title += f": {words.plural(len(stored), 'key')} of {old} {hold} KV of another request"
             if len(stored) < len(keys):
@@ -414,9 +415,9 @@ class Poison(Verdict):
                 title += f"; no return of a put of {pending} is in this log, and it may store KV of another request"
         else:
             wrote = "wrote" if proven else "may have written"
-            title = f"{work.name} of {old} {wrote} into {which} after they had been given to {new}"
+            title = f"{work.name} of {old} {wrote} into {which} after {they} had been given to {new}"
         did = ("read" if reads else "wrote into") if proven else f"may have {'read' if reads else 'written into'}"
-        brief = f"{work.name} {did} its {words.plural(len(blocks), 'block')} after they had been given to {new}"
+        brief = f"{work.name} {did} its {words.plural(len(blocks), 'block')} after {they} had been given to {new}"
         if stored:
             brief = f"{words.plural(len(stored), 'key')} {hold} KV of another request: {brief}"
         caught = [event for hit in told for event in hit.caught]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ledger.incidents import CERTAINTIES, Incident, grouped
+from ledger.incidents import CERTAINTIES, Incident, gravest, grouped
 from ledger.verdicts import Finding
 from tests.incidents.corpus import INCIDENTS
 from tests.incidents.score import replay_together
@@ -114,6 +114,22 @@ def test_a_late_result_leads_where_the_engine_may_have_died_of_it():
     alive = [(0, finding(kind, transfers=("x",), requests=("R",))) for kind in kinds]
     assert grouped(alive)[0].head == 0
     assert grouped([*alive, (0, finding("torn_log", requests=("R",)))])[0].head == 1
+
+
+def test_a_job_that_waits_for_a_report_that_was_counted_for_another_one_follows_from_that():
+    leak = finding("leak", seq=3, jobs=(21,), requests=("R",), ranks=(0,))
+    early = finding("early_free", seq=9, jobs=(22,), requests=("R",), ranks=(0,))
+    assert stories(leak, early) == [(["leak", "early_free"], "early_free")]
+    other_rank = finding("early_free", seq=9, jobs=(22,), requests=("R",), ranks=(1,))
+    assert len(stories(leak, other_rank)) == 2
+
+
+def test_wrong_kv_is_told_first_of_all_and_a_failure_that_was_dealt_with_last():
+    found = [(0, finding(kind, jobs=(job,))) for job, kind in enumerate(["lost_store", "leak", "poison"])]
+    incidents = grouped(found)
+    assert gravest(incidents, found).head == 2
+    assert gravest(incidents[:2], found).head == 1
+    assert gravest(incidents[:1], found).head == 0
 
 
 LEADS = {

@@ -9,6 +9,7 @@ import pytest
 from ledger import report, report_data
 from ledger.case import Case, Moment, replay_files
 from ledger.codes import CODES
+from ledger.incidents import gravest
 from ledger.layout import Page
 from tests.incidents.corpus import INCIDENTS
 from tests.incidents.script import Script, save
@@ -50,7 +51,7 @@ def test_the_first_lines_say_what_happened_and_what_to_do(cases: dict[str, Case]
     if not case.findings:
         assert top == "Nothing wrong was found."
         return
-    head = case.findings[case.incidents[0].head][1]
+    head = case.findings[gravest(case.incidents, case.findings).head][1]
     assert "What happened" in top
     assert "Do next: " in top
     assert (f"What happened ({head.certainty}): " in top) == (head.certainty != "proven")
