@@ -2,10 +2,9 @@
 
 A finding of one log is completed by what the other logs have of the same keys and transfers, and the two sides of a
 transfer are put on one time axis. Clocks of different hosts are never trusted alone. What orders two logs is what had
-to come before
-what: a prefill's worker pushes after the decode engine has registered its recv, because that one had to ask; and a peer
-settles as `ok` after its push has finished. Where nothing orders two events, their wall clocks place them, and the line
-says so.
+to come before what: a prefill's worker pushes after the decode engine has registered its recv, because that one had to
+ask; and a peer settles as `ok`, or because its transfer engine failed, after its push has ended so. Where nothing
+orders two events, their wall clocks place them, and the line says so.
 
 This file knows results and events; it reads what it is given and prints nothing.
 """
@@ -24,6 +23,9 @@ Events = Callable[[], Iterable[ev.AnyEvent]]
 
 KEPT_SUBJECTS = 200
 """Transfers and keys that are followed into the other logs; a report that names more is not read to its end."""
+
+NOT_OF = {"prefill": ("kv_consumer",), "decode": ("kv_producer",)}
+"""Roles of engines that are never on a side of a transfer."""
 
 Sided = ev.SendRegistered | ev.SendReady | ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired
 
@@ -140,7 +142,9 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
                 break
         for transfer in finding.facts.get("transfers", ()):
             side = _side(logs[index].transfers.get(transfer, ()))
-            said = _of_transfer(transfer, log, "prefill" if side == "decode" else "decode")
+            wanted = "prefill" if side == "decode" else "decode"
+            known = any(_side(each.transfers.get(transfer, ())) == wanted for each in logs)
+            said = _of_transfer(transfer, log, wanted, known=known)
             if said:
                 told.setdefault(said)
                 break
@@ -169,11 +173,22 @@ def _of_key(calls: _Calls, log: _Log) -> str:
     return f"{job} had put these keys ({where}), which ended {calls.finished.outcome}"
 
 
-def _of_transfer(transfer: str, log: _Log, side: str) -> str:
-    """Return what the log of the other side says of a transfer; empty if that log is not of that side."""
+def _of_transfer(transfer: str, log: _Log, side: str, *, known: bool) -> str:
+    """Return what the log of the other side says of a transfer; empty if that log is not of that side.
+
+    Args:
+        transfer: its id.
+        log: a log that is not the finding's own.
+        side: `prefill` or `decode`.
+        known: one of the logs is of that side of this transfer.
+    """
     events = log.transfers.get(transfer, [])
     engine = f"the {side} engine {_engine(log)}"
     if not events:
+        opened = log.result.opened
+        # With several engines of that side, all but one know nothing of it, and rightly so.
+        if known or (opened is not None and opened.role in NOT_OF[side]):
+            return ""
         return f"{engine} knows nothing of transfer {transfer} (no event in {log.name})"
     if _side(events) != side:
         return ""
@@ -205,7 +220,7 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
         if ev.SendReady not in kinds:
             return f"{engine} has not computed it yet {at}"
         return f"{engine} {asked}, and let it expire {at}" if ev.SendExpired in kinds else f"{engine} {asked} {at}"
-    return f"{engine} began to push and did not end {at}"
+    return f"{engine} began to push, and its log has no end of that {at}"
 
 
 def _outcome(events: Sequence[ev.AnyEvent], kind: type[ev.RecvSettled | ev.SendSettled]) -> str:
@@ -273,19 +288,31 @@ def _orders(
             if asked is not None and started is not None:
                 before.setdefault((prefill, started), []).append((decode, asked + 1))
             for place, event in enumerate(sides[decode]):
-                if isinstance(event, ev.PeerSettled) and event.outcome == "ok" and event.peer in pushed:
-                    before.setdefault((decode, place), []).append((prefill, pushed[event.peer] + 1))
+                told = _tells_of_a_push(event)
+                if told is not None and told in pushed:
+                    before.setdefault((decode, place), []).append((prefill, pushed[told] + 1))
     return before
 
 
-def _pushes(events: Sequence[ev.AnyEvent], log: "_Log") -> dict[str, int]:
-    """Return the place of the first push of each of the prefill's workers that ended well, by the worker's name."""
+def _tells_of_a_push(event: ev.AnyEvent) -> tuple[str, bool] | None:
+    """Return the peer whose push had ended before this event, and whether that push had ended well."""
+    if not isinstance(event, ev.PeerSettled):
+        return None
+    if event.outcome == "ok":
+        return event.peer, True
+    # Other failures come without a push, or say nothing of one.
+    return (event.peer, False) if (event.code, event.stage) == ("TRANSFER_FAILED", "SEND") else None
+
+
+def _pushes(events: Sequence[ev.AnyEvent], log: "_Log") -> dict[tuple[str, bool], int]:
+    """Return the place of the first push of each of the prefill's workers that ended well, and that failed."""
     opened = log.result.opened
     width = opened.tensor_parallel if opened is not None else 1
-    pushed: dict[str, int] = {}
+    pushed: dict[tuple[str, bool], int] = {}
     for place, event in enumerate(events):
-        if isinstance(event, ev.TransferFinished) and event.op == "push" and event.outcome == "ok":
-            pushed.setdefault(f"tp{event.rank % width} pp{event.rank // width}", place)
+        if isinstance(event, ev.TransferFinished) and event.op == "push":
+            name = f"tp{event.rank % width} pp{event.rank // width}"
+            pushed.setdefault((name, event.outcome == "ok"), place)
     return pushed
 
 

@@ -96,6 +96,50 @@ def test_a_push_that_failed_on_the_other_side_is_the_culprit():
     assert "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1)" in stall.culprit
 
 
+@pytest.mark.parametrize("seconds", [0.0, 3600.0, -3600.0])
+def test_a_peer_settles_over_a_failed_push_after_that_push_whatever_the_clocks_say(seconds: float):
+    prefill, decode = Script("prefill"), Script("decode")
+    prefill.runs("P-R")
+    prefill.sends("x1", "P-R")
+    prefill.holds("x1", "P-R", blocks=(5, 12))
+    prefill.send_started(transfer="x1", request="P-R", rank=0, peer="tp0 pp0")
+    with prefill.rank(0):
+        about = {"transfer": "x1", "rank": 0, "op": "push", "request": "P-R", "peer": "tp0 pp0"}
+        prefill.transfer_started(**about)
+        prefill.transfer_finished(**about, outcome="failed", code="TRANSFER_FAILED", raw="-1")
+    decode.arrives("R")
+    decode.receives("x1", "R", blocks=(30, 37))
+    failure = {"code": "TRANSFER_FAILED", "raw": "Mooncake transfer engine returned -1", "stage": "SEND"}
+    decode.peer_settled(transfer="x1", request="R", rank=0, peer="tp0 pp0", outcome="failed", **failure)
+    decode.recv_failed(transfer="x1", request="R", rank=0, peer="tp0 pp0", blocks=((0, ((30, 37),)),), **failure)
+    steps = joined(prefill.events, shifted(decode.events, seconds)).transfers["x1"]
+    order = [(step.log, ev.kind_of(step.event)) for step in steps]
+    assert order.index((0, "transfer_finished")) < order.index((1, "peer_settled"))
+    (settled,) = [step for step in steps if isinstance(step.event, ev.PeerSettled)]
+    assert not settled.by_clock
+
+
+def test_an_engine_that_is_never_on_that_side_is_not_said_to_know_nothing():
+    prefill, other, decode = Script("prefill"), Script("other", role="kv_producer"), Script("decode")
+    prefill.runs("P-R")
+    prefill.sends("x1", "P-R")
+    prefill.holds("x1", "P-R", blocks=(5, 12))
+    prefill.passes(500)
+    prefill.rank_sent(transfer="x1", request="P-R", rank=0, outcome="expired")
+    prefill.send_expired(transfer="x1", request="P-R", expired_ranks=((0, 0),))
+    (_, leak), *_ = joined(prefill.closes().events, other.closes().events, decode.closes().events).findings
+    assert "the decode engine decode knows nothing of transfer x1" in leak.culprit
+    assert "other" not in leak.culprit.replace("nobody", "")
+
+
+def test_of_several_engines_of_a_side_the_one_that_knows_a_transfer_speaks():
+    logs = BY_ID["S4"].logs()
+    idle = Script("idle").closes().events
+    told = {finding.kind: finding.culprit for _, finding in joined(logs["prefill"], logs["decode"], idle).findings}
+    assert "idle" not in told["leak"]
+    assert "idle" not in told["stall"]
+
+
 def test_one_log_alone_is_left_as_it_is():
     events = BY_ID["S3"].logs()["engine"]
     assert [finding for _, finding in joined(events).findings] == replay(events).findings
