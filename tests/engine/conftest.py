@@ -3,13 +3,14 @@
 Scenarios that fail say so with the end of their output: an engine's own error is more than any assertion could tell.
 """
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 
@@ -18,6 +19,9 @@ from ledger.reader import open_log
 from ledger.state import State
 
 SCENARIO_TIMEOUT_S = 240
+
+RESULT, OUTPUT = "result.json", "output.txt"
+"""What a scenario leaves in its folder beside its logs: its result, if it came to its end, and all that it printed."""
 
 
 class Run(NamedTuple):
@@ -57,24 +61,44 @@ def fold(events: list[ev.AnyEvent]) -> Fold:
     return Fold(state, digests)
 
 
-@pytest.fixture(scope="session")
-def scenario(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Return a function that runs a scenario by name, once, and gives its `Run`."""
-    runs: dict[str, Run] = {}
+class RunOnce(Protocol):
+    """Runs a scenario of a module of this folder, unless this session has run it already."""
 
-    def run(name: str) -> Run:
-        if name not in runs:
-            folder = tmp_path_factory.mktemp(name)
-            runs[name] = Run(run_scenario("tests.engine.scenarios", name, folder), folder)
-        return runs[name]
+    def __call__(self, module: str, name: str, timeout_s: float = SCENARIO_TIMEOUT_S) -> Run:
+        """Return the run of `name`."""
+        ...
+
+
+@pytest.fixture(scope="session")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> RunOnce:
+    """Return a function that runs a scenario once, also where several workers of pytest-xdist share the session.
+
+    A worker that asks for a run which another one is making waits for it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def run(module: str, name: str, timeout_s: float = SCENARIO_TIMEOUT_S) -> Run:
+        folder = shared / name
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return Run(result_of(name, folder, "as before"), folder)
+            folder.mkdir()
+            return Run(run_scenario(f"tests.engine.{module}", name, folder, timeout_s), folder)
 
     return run
 
 
+@pytest.fixture(scope="session")
+def scenario(run_once: RunOnce) -> Callable[[str], Run]:
+    """Return a function that gives the `Run` of a scenario of the store by name."""
+    return lambda name: run_once("scenarios", name)
+
+
 def run_scenario(module: str, name: str, folder: Path, timeout_s: float = SCENARIO_TIMEOUT_S) -> dict[str, Any]:
     """Run `python -m module name folder` and return the result that it wrote."""
-    output = folder / "output.txt"
-    with output.open("wb") as stream:
+    with (folder / OUTPUT).open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", module, name, str(folder)],
             stdout=stream,
@@ -83,13 +107,20 @@ def run_scenario(module: str, name: str, folder: Path, timeout_s: float = SCENAR
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
         try:
-            status = process.wait(timeout_s)
+            status: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait(30)
             status = None
-    result = folder / "result.json"
-    if status != 0 or not result.exists():
-        tail = output.read_text(errors="replace")[-6000:]
-        pytest.fail(f"scenario {name} ended with status {status}:\n{tail}", pytrace=False)
+    if status != 0:
+        (folder / RESULT).unlink(missing_ok=True)
+    return result_of(name, folder, f"with status {status}")
+
+
+def result_of(name: str, folder: Path, how: str) -> dict[str, Any]:
+    """Return the result that a scenario wrote; without one, fail with the end of what it printed."""
+    result = folder / RESULT
+    if not result.exists():
+        tail = (folder / OUTPUT).read_text(errors="replace")[-6000:]
+        pytest.fail(f"scenario {name} ended {how}:\n{tail}", pytrace=False)
     return json.loads(result.read_text())

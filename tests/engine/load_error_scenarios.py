@@ -87,7 +87,11 @@ def storage_node(folder: Path, segment_bytes: int = 256 << 20) -> Generator["sub
 
 
 class Faults:
-    """Does to the store what each episode is about, while the episode's load is held at the gate."""
+    """Does to the store what each episode is about, while the episode's load is held at the gate.
+
+    Attributes:
+        struck: by episode, the keys that cannot be loaded because of it.
+    """
 
     def __init__(
         self, gate: Gate, master: "subprocess.Popen[bytes]", node: "subprocess.Popen[bytes]", tries: int
@@ -97,6 +101,7 @@ class Faults:
         self._master = master
         self._node = node
         self._client = store_client(0)
+        self.struck: dict[str, list[str]] = {}
 
     def whole(self) -> None:
         """Nothing happens to this one."""
@@ -104,11 +109,13 @@ class Faults:
     def removed(self) -> None:
         """A key is removed between lookup and load."""
         key = self._gate.wait()[BLOCK]
+        self.struck["removed"] = [key]
         self._expect(self._client.remove(key, True))
 
     def changed(self) -> None:
         """A bit of a value in the store is turned over."""
         key = self._gate.wait()[BLOCK]
+        self.struck["changed"] = [key]
         value = bytearray(self._client.get(key))
         value[100] ^= 4
         self._replace(key, bytes(value))
@@ -116,6 +123,7 @@ class Faults:
     def relaid(self) -> None:
         """One value was written under another layout, and another one has another size."""
         keys = self._gate.wait()
+        self.struck["relaid"] = [keys[BLOCK], keys[BLOCK + 2]]
         value = self._client.get(keys[BLOCK])
         trailer = Trailer.decode(value[-TRAILER_BYTES:])
         other = trailer._replace(layout=layout_digest({"dtype": "float8"}))  # type: ignore[union-attr]
@@ -125,7 +133,7 @@ class Faults:
     def leased(self) -> None:
         """The transfer takes longer than the lease, each time that it is tried."""
         for number in range(self._tries):
-            self._gate.wait()
+            self.struck["leased"] = self._gate.wait()
             self._node.send_signal(signal.SIGSTOP)
             if number + 1 < self._tries:
                 self._gate.let_pass()
@@ -136,7 +144,7 @@ class Faults:
 
     def masterless(self) -> None:
         """The master is killed while the load runs."""
-        self._gate.wait()
+        self.struck["masterless"] = self._gate.wait()
         self._master.send_signal(signal.SIGKILL)
         self._master.wait()
         self._gate.open()
@@ -220,7 +228,7 @@ def failing_loads(folder: Path, policy: str, episodes: Sequence[str] = EPISODES,
         settle(llm)
         metrics = prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()
         engine.engine_core.shutdown()
-    return {"episodes": served, "metrics": metrics.splitlines()}
+    return {"episodes": served, "metrics": metrics.splitlines(), "struck": faults.struck}
 
 
 def recompute(folder: Path) -> dict[str, Any]:
@@ -274,7 +282,7 @@ def hybrid(folder: Path) -> dict[str, Any]:
         }
         settle(llm)
         engine.engine_core.shutdown()
-    return {"saved": saved, "loaded": loaded}
+    return {"saved": saved, "loaded": loaded, "struck": faults.struck}
 
 
 SCENARIOS = {scenario.__name__: scenario for scenario in (recompute, fail, suffix, hybrid)}

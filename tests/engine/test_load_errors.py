@@ -10,7 +10,7 @@ import pytest
 from connector.failures import FAILURES
 from ledger import events as ev
 from ledger.blocks import count, expand
-from tests.engine.conftest import Run, fold, run_scenario
+from tests.engine.conftest import Run, RunOnce, fold
 from tests.engine.load_error_scenarios import BLOCK, EPISODES
 
 EXPECTED = {
@@ -29,17 +29,9 @@ RUNS = ("recompute", "fail", "suffix")
 
 
 @pytest.fixture(scope="session")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Return a function that runs a scenario of failing loads by name, once, and gives its `Run`."""
-    runs: dict[str, Run] = {}
-
-    def run(name: str) -> Run:
-        if name not in runs:
-            folder = tmp_path_factory.mktemp(name)
-            runs[name] = Run(run_scenario("tests.engine.load_error_scenarios", name, folder), folder)
-        return runs[name]
-
-    return run
+def failing(run_once: RunOnce) -> Callable[[str], Run]:
+    """Return a function that gives the `Run` of a scenario of failing loads by name."""
+    return lambda name: run_once("load_error_scenarios", name)
 
 
 def episodes_of(run: Run) -> list[str]:

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from ledger import events as ev
+from ledger.blocks import numbers
 from ledger.case import replay_files
 from ledger.reader import open_log
 from ledger.verdicts import Finding
-from tests.engine.conftest import Fold, fold, run_scenario
+from tests.engine.conftest import Fold, RunOnce, fold
+from tests.engine.pd_engines import HOLD_TIMEOUT_S
 
 SCENARIO_TIMEOUT_S = 500
 """Four engines have to start: about a minute on two cores of their own, many times that on a machine that is busy."""
@@ -49,9 +51,9 @@ class Run(NamedTuple):
         return found
 
 
-def run_of(scenario: str, folder: Path) -> Run:
+def run_of(scenario: str, run_once: RunOnce) -> Run:
     """Run a scenario and read what it left."""
-    result = run_scenario("tests.engine.pd_scenarios", scenario, folder, SCENARIO_TIMEOUT_S)
+    result = run_once("pd_scenarios", scenario, SCENARIO_TIMEOUT_S).result
     events = {}
     for engine, path in result["logs"].items():
         with open_log(Path(path)) as log:
@@ -60,13 +62,13 @@ def run_of(scenario: str, folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_of("failures", tmp_path_factory.mktemp("failures"))
+def run(run_once: RunOnce) -> Run:
+    return run_of("failures", run_once)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_of("ranks", tmp_path_factory.mktemp("ranks"))
+def ranks(run_once: RunOnce) -> Run:
+    return run_of("ranks", run_once)
 
 
 def failure(run: Run, case: str, policy: str) -> tuple[str, str]:
@@ -87,8 +89,9 @@ def test_a_transfer_gives_the_tokens_of_a_single_engine(run: Run, case: str, see
     assert ended["tokens"] == run.result["reference"][seed]
 
 
-def test_another_prefill_takes_over_from_one_that_was_killed(run: Run) -> None:
-    ended = run.result["cases"]["heir"]["recompute"]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_another_prefill_takes_over_from_one_that_was_killed(run: Run, policy: str) -> None:
+    ended = run.result["cases"]["heir"][policy]
     assert (ended["reason"], ended["cached"]) == ("length", 300)
     assert ended["tokens"] == run.result["reference"][0]
 
@@ -141,16 +144,26 @@ def test_every_block_came_back_on_both_sides_after_every_case(run: Run) -> None:
     before = ("good", "decode_first", "never", "wrong_address", "unknown_engine", "aborted")
     assert all(looked[case] == everyone for case in before)
     assert looked["killed"] == {"D-fail", "D-recompute"}
-    assert looked["gone"] == {"D-recompute", "P2"}
+    assert looked["gone-fail"] == {"D-recompute", "P2"}
+    assert looked["gone-recompute"] == {"P2"}
 
 
-def test_no_request_waits_at_the_end(run: Run) -> None:
-    assert run.result["unfinished"] == [0, 0]
-    for engine in ("D-recompute", "P2"):
-        book = run.fold(engine).state.book
-        assert not book.requests
-        assert not book.recvs
-        assert not book.sends
+def test_no_request_waits_after_any_case(run: Run) -> None:
+    assert {count for engines in run.result["unfinished"].values() for count in engines.values()} == {0}
+    assert run.result["unfinished"].keys() == run.result["settled_s"].keys()
+
+
+def test_the_book_of_an_engine_that_lived_is_empty_at_the_end(run: Run) -> None:
+    book = run.fold("P2").state.book
+    assert not book.requests
+    assert not book.recvs
+    assert not book.sends
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_book_of_a_decode_that_was_killed_has_open_what_it_had_asked_for(run: Run, policy: str) -> None:
+    book = run.fold(f"D-{policy}").state.book
+    assert [recv.transfer for recv in book.recvs.values()] == [f"gone-{policy}"]
 
 
 @pytest.mark.parametrize("engine", ["P1", "P2", "D-fail", "D-recompute"])
@@ -162,7 +175,7 @@ def test_the_fold_gives_the_digests_that_the_engine_recorded(run: Run, engine: s
 
 def test_engines_that_were_ended_in_order_close_their_logs_and_killed_ones_do_not(run: Run) -> None:
     ends = {engine: isinstance(events[-1], ev.LogClosed) for engine, events in run.events.items()}
-    assert ends == {"P1": False, "D-fail": False, "D-recompute": True, "P2": True}
+    assert ends == {"P1": False, "D-fail": False, "D-recompute": False, "P2": True}
 
 
 def test_one_waiting_request_does_not_fill_the_log(run: Run) -> None:
@@ -200,31 +213,54 @@ def test_the_failure_stands_in_the_log_before_what_follows_from_it(run: Run) -> 
     ]
 
 
-@pytest.mark.parametrize(
-    ("case", "code", "cause"),
-    [
-        ("never", "PEER_NOT_READY", "the prefill engine P1 knows nothing of transfer never-fail"),
-        ("wrong_address", "PEER_UNREACHABLE", "at BOOTSTRAP"),
-        ("unknown_engine", "PEER_NOT_READY", "the bootstrap server does not know this engine"),
-        ("killed", "PEER_UNREACHABLE", "the prefill engine P1 began to push and did not end"),
-    ],
-)
-def test_replay_of_both_logs_names_cause_and_side(run: Run, case: str, code: str, cause: str) -> None:
-    finding = run.finding_of("D-fail", f"{case}-fail", "P1", "D-fail")
+CAUSES = [
+    ("never", "PEER_NOT_READY", "at SEND", "the prefill engine P1 knows nothing of transfer never-{}"),
+    ("aborted", "PEER_NOT_READY", "at SEND", "the prefill engine P1 knows nothing of transfer"),
+    ("wrong_address", "PEER_UNREACHABLE", "at BOOTSTRAP", "went to prefill engine elsewhere, whose log is not here"),
+    ("unknown_engine", "PEER_NOT_READY", "does not know this engine", "went to prefill engine nobody"),
+    ("killed", "PEER_UNREACHABLE", "at RECV", "the prefill engine P1 began to push and did not end"),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("case", "code", "cause", "side"), CAUSES)
+def test_replay_of_both_logs_names_cause_and_side(
+    run: Run, case: str, code: str, cause: str, side: str, policy: str
+) -> None:
+    finding = run.finding_of(f"D-{policy}", f"{case}-{policy}", "P1", f"D-{policy}")
     assert (finding.kind, finding.code, finding.certainty) == ("load_failed", code, "proven")
     assert cause in finding.culprit
+    assert side.format(policy) in finding.culprit
 
 
-def test_a_decode_that_never_asks_is_a_bounded_leak_of_the_prefill(run: Run) -> None:
-    finding = run.finding_of("P1", "never_asked", "P1", "D-fail")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_good_transfers_are_in_no_finding(run: Run, policy: str) -> None:
+    good = {run.of(f"D-{policy}", f"{case}-{policy}")[0].request for case in ("good", "decode_first", "heir")}
+    named = {request for finding in run.findings("P1", "P2", f"D-{policy}") for request in finding.requests}
+    assert not good & named
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decode_that_never_asks_is_a_bounded_leak_of_the_prefill(run: Run, policy: str) -> None:
+    finding = run.finding_of("P1", "never_asked", "P1", f"D-{policy}")
     assert (finding.kind, finding.certainty) == ("leak", "proven")
-    assert "the decode engine D-fail knows nothing of transfer never_asked" in finding.culprit
+    assert f"the decode engine D-{policy} knows nothing of transfer never_asked" in finding.culprit
 
 
-def test_a_decode_that_is_gone_is_a_bounded_leak_of_the_prefill(run: Run) -> None:
-    finding = run.finding_of("P2", "gone", "P2", "D-fail")
-    assert (finding.kind, finding.code) == ("leak", "TRANSFER_FAILED")
-    assert "the decode engine D-fail still waits for it" in finding.culprit
+def test_what_a_prefill_holds_for_a_decode_that_never_asks_stands_in_its_book_until_it_expires(run: Run) -> None:
+    told = [ev.kind_of(event) for event in run.of("P1", "never_asked")]
+    assert told == ["send_registered", "send_ready", "rank_sent", "send_expired"]
+    (ready,) = [event for event in run.of("P1", "never_asked") if isinstance(event, ev.SendReady)]
+    assert len(numbers(ready.blocks)) == 10
+    assert ready.timeout_ns == HOLD_TIMEOUT_S * 10**9
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decode_that_is_gone_is_a_bounded_leak_of_the_prefill(run: Run, policy: str) -> None:
+    findings = [each for each in run.findings("P2", f"D-{policy}") if each.kind == "leak"]
+    (finding,) = [each for each in findings if run.of("P2", f"gone-{policy}")[0].request in each.requests]
+    assert finding.code == "TRANSFER_FAILED"
+    assert f"the decode engine D-{policy} still waits for it" in finding.culprit
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

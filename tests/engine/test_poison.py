@@ -16,46 +16,15 @@ from ledger import events as ev
 from ledger.blast import blast_radius
 from ledger.reader import open_log
 from ledger.replay import replay
-from tests.engine.conftest import Run, run_scenario
-
-WRONG_RELATIVE_ERROR = 0.05
-"""The same KV computed in another batch differs by less than 1e-3; KV of other tokens differs by about 1."""
+from tests.engine.conftest import Run, RunOnce
+from tests.engine.score import WRONG_RELATIVE_ERROR, stored, wrong_keys
 
 PoisonRun = Callable[[str], Run]
 
 
 @pytest.fixture(scope="module")
-def poison_run(tmp_path_factory: pytest.TempPathFactory) -> PoisonRun:
-    runs: dict[str, Run] = {}
-
-    def run(name: str) -> Run:
-        if name not in runs:
-            folder = tmp_path_factory.mktemp(name)
-            runs[name] = Run(run_scenario("tests.engine.poison", name, folder, timeout_s=700), folder)
-        return runs[name]
-
-    return run
-
-
-def stored(run: Run) -> dict[str, torch.Tensor]:
-    """Return the KV that the store held at the end of a run, by the hash in the log."""
-    held = json.loads((run.folder / "truth.json").read_text())
-    return {
-        key[:16]: torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.bfloat16).float()
-        for key, value in held.items()
-    }
-
-
-def wrong_keys(run: Run, clean: Run) -> set[str]:
-    """Return the keys of `run` whose bytes are not those of the clean run."""
-    right = stored(clean)
-    held = stored(run)
-    assert held.keys() <= right.keys()
-    return {
-        key
-        for key, value in held.items()
-        if ((value - right[key]).norm() / right[key].norm()).item() > WRONG_RELATIVE_ERROR
-    }
+def poison_run(run_once: RunOnce) -> PoisonRun:
+    return lambda name: run_once("poison", name, timeout_s=700)
 
 
 def keys_named(log: Path) -> set[str]:
