@@ -144,7 +144,13 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
             side = _side(logs[index].transfers.get(transfer, ()))
             wanted = "prefill" if side == "decode" else "decode"
             known = any(_side(each.transfers.get(transfer, ())) == wanted for each in logs)
-            said = _of_transfer(transfer, log, wanted, known=known)
+            asked = _asked_of(logs[index].transfers.get(transfer, ()))
+            if asked and not known and not any(_engine(each) == asked for each in logs):
+                said = f"transfer {transfer} went to prefill engine {asked}, whose log is not here"
+            elif asked and not known and _engine(log) != asked:
+                continue
+            else:
+                said = _of_transfer(transfer, log, wanted, known=known)
             if said:
                 told.setdefault(said)
                 break
@@ -171,6 +177,11 @@ def _of_key(calls: _Calls, log: _Log) -> str:
         how = ", which ends torn" if end is not None and end.how == "torn" else ""
         return f"{job} was putting these keys ({where}), and no return of the call is in that log{how}"
     return f"{job} had put these keys ({where}), which ended {calls.finished.outcome}"
+
+
+def _asked_of(events: Iterable[ev.AnyEvent]) -> str:
+    """Return the prefill engine that a decode's log names for a transfer; empty if it names none."""
+    return next((event.prefill for event in events if isinstance(event, ev.RecvRegistered)), "")
 
 
 def _of_transfer(transfer: str, log: _Log, side: str, *, known: bool) -> str:
@@ -220,7 +231,7 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
         if ev.SendReady not in kinds:
             return f"{engine} has not computed it yet {at}"
         return f"{engine} {asked}, and let it expire {at}" if ev.SendExpired in kinds else f"{engine} {asked} {at}"
-    return f"{engine} began to push, and its log has no end of that {at}"
+    return f"{engine} began to push and did not end, as far as its log goes {at}"
 
 
 def _outcome(events: Sequence[ev.AnyEvent], kind: type[ev.RecvSettled | ev.SendSettled]) -> str:

@@ -132,6 +132,36 @@ def test_an_engine_that_is_never_on_that_side_is_not_said_to_know_nothing():
     assert "other" not in leak.culprit.replace("nobody", "")
 
 
+def failed_pull(prefill: str) -> Script:
+    decode = Script("decode", role="kv_consumer")
+    decode.arrives("R")
+    blocks = ((0, ((30, 37),)),)
+    ranks = ((0, 0),)
+    decode.recv_registered(transfer="x1", request="R", generation=1, blocks=blocks, ranks=ranks, prefill=prefill)
+    failure = {"code": "PEER_UNREACHABLE", "raw": "ConnectError", "stage": "BOOTSTRAP"}
+    decode.peer_settled(transfer="x1", request="R", rank=0, outcome="failed", **failure)
+    decode.recv_failed(transfer="x1", request="R", rank=0, blocks=blocks, **failure)
+    decode.request_finished(request="R", generation=1, reason="error")
+    decode.recv_recovered(transfer="x1", request="R", generation=1, action="failed")
+    decode.recv_settled(transfer="x1", request="R", outcome="failed")
+    return decode.closes()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("here", "the prefill engine here knows nothing of transfer x1"),
+        ("elsewhere", "transfer x1 went to prefill engine elsewhere, whose log is not here"),
+    ],
+)
+def test_only_the_prefill_that_was_asked_may_know_nothing_of_a_transfer(asked: str, said: str):
+    logs = [failed_pull(asked)] + [Script(name, role="kv_producer").closes() for name in ("here", "beside")]
+    ((_, failed),) = joined(*(log.events for log in logs)).findings
+    assert failed.kind == "load_failed"
+    assert said in failed.culprit
+    assert "beside" not in failed.culprit
+
+
 def test_of_several_engines_of_a_side_the_one_that_knows_a_transfer_speaks():
     logs = BY_ID["S4"].logs()
     idle = Script("idle").closes().events
