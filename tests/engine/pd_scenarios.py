@@ -83,6 +83,7 @@ class Cases:
     Attributes:
         results: for each case and policy, how the decode's request ended.
         settled_s: for each case and engine, how long it took until every block was back.
+        unfinished: for each case and engine, how many requests had not ended by then.
     """
 
     def __init__(self, pair: Pair) -> None:
@@ -95,12 +96,14 @@ class Cases:
         self.all = list(self.alive)
         self.results: dict[str, dict[str, Any]] = {}
         self.settled_s: dict[str, dict[str, float]] = {}
+        self.unfinished: dict[str, dict[str, int]] = {}
 
     def settle(self, case: str) -> None:
         """Wait until every block is back on both sides."""
         for engine in self.alive:
             engine.begin("settle", SETTLE_TIMEOUT_S)
         self.settled_s[case] = {engine.name: engine.end() for engine in self.alive}
+        self.unfinished[case] = {engine.name: engine.call("unfinished") for engine in self.alive}
 
     def both(
         self, case: str, tokens: list[int], after: Callable[[str, Engine], None] | None = None, **params: str
@@ -165,19 +168,20 @@ def failures(folder: Path) -> dict[str, Any]:
         cases.both("killed", prompt(6), after=kill)
         pair.gate.unlink()
 
-        # A decode is killed that has asked, and is about to be pushed to.
+        # A decode is killed that has asked, and is about to be pushed to; then the other one.
         cases.alive.append(heir.ready())
-        decode = decodes["fail"]
-        decode.call("add", "gone", prompt(7), second.pull("gone"), 4)
-        decode.wait_for(ev.PeersNamed, "gone")
-        decode.kill()
-        cases.alive.remove(decode)
-        cases.serve("gone", prompt(7), heir)
-        # Another takes over from the same prefill.
-        cases.serve("heir", prompt(0), heir)
-        cases.results["heir"] = {"recompute": decodes["recompute"].call("generate", prompt(0), second.pull("heir"), 4)}
-        cases.settle("gone")
-        unfinished = [engine.call("unfinished") for engine in cases.alive]
+        for policy, decode in decodes.items():
+            # Another prefill has taken over.
+            cases.serve(f"heir-{policy}", prompt(0), heir)
+            cases.results.setdefault("heir", {})[policy] = decode.call(
+                "generate", prompt(0), second.pull(f"heir-{policy}"), 4
+            )
+            decode.call("add", "gone", prompt(7), second.pull(f"gone-{policy}"), 4)
+            decode.wait_for(ev.PeersNamed, f"gone-{policy}")
+            decode.kill()
+            cases.alive.remove(decode)
+            cases.serve(f"gone-{policy}", prompt(7), heir)
+            cases.settle(f"gone-{policy}")
     finally:
         for engine in cases.all:
             engine.stop()
@@ -185,7 +189,7 @@ def failures(folder: Path) -> dict[str, Any]:
         "cases": cases.results,
         "reference": reference,
         "settled_s": cases.settled_s,
-        "unfinished": unfinished,
+        "unfinished": cases.unfinished,
         "logs": {engine.name: str(engine.log) for engine in cases.all},
     }
 
