@@ -84,6 +84,10 @@ PROBE_INTERVAL_S = 1.0
 
 PROBE_TIMEOUT_S = 2.0
 
+MAX_LATE_RESULTS = 16
+"""Results of one peer that came late or twice and are recorded, for each time that it is asked: a peer that repeats
+itself for ever must not fill the log, nor the memory while the engine makes no step."""
+
 MAX_BOOTSTRAP_ERRORS = 64
 """Addresses of which the last error is kept: they come from clients, so there may be any number of wrong ones."""
 
@@ -125,6 +129,8 @@ class Asking:
         """The question was given to the socket, so the peer may have it."""
         self.lost: Failure | None = None
         """Why no more answers are taken from a peer that may go on to write."""
+        self.late = 0
+        """Results that came late or twice."""
         self.connected = False
         self.task: asyncio.Task[Any] | None = None
         self.watch: asyncio.Task[None] | None = None
@@ -406,7 +412,12 @@ class PullingWorker(MooncakeConnectorWorker):
         if pull is not None and pull.peers and asking.name in pull.peers:
             self._settle(pull, asking.name, failure)
             return
+        asking.late += 1
+        if asking.late > MAX_LATE_RESULTS:
+            return
         why = f"{asking.name} had settled before" if pull is not None else f"{asking.name} was not asked for it"
+        if asking.late == MAX_LATE_RESULTS:
+            why += "; further ones of this peer are not recorded"
         transfer = pull.transfer if pull is not None else ""
         self.desk.tell(LateReport("recv", request_id, transfer, self.rank, why, str(failure.code)))
 

@@ -423,6 +423,18 @@ def test_an_answer_for_a_request_that_was_not_asked_for_is_noted(
     assert decode.finished == ["r"]
 
 
+def test_a_peer_that_repeats_itself_does_not_fill_the_log(decode: Decode, bootstrap: Bootstrap, peer: Peer) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    for number in range(pd_pulling.MAX_LATE_RESULTS + 10):
+        peer.answer(Status.CONTINUE, ok=[f"stranger {number}"])
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished)
+    late = decode.of(LateReport)
+    assert len(late) == pd_pulling.MAX_LATE_RESULTS
+    assert [report for report in late if report.why.endswith("further ones of this peer are not recorded")] == late[-1:]
+
+
 # --- the watchdog -----------------------------------------------------------------------------------------------------
 
 
