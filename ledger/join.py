@@ -140,7 +140,8 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
                 told.setdefault(_of_key(log.puts[key], log))
                 elsewhere.append((other, log.puts[key].started.job))
                 break
-        for transfer in finding.facts.get("transfers", ()):
+        # What a log knows says more than what it does not.
+        for transfer in sorted(finding.facts.get("transfers", ()), key=lambda each: each not in log.transfers):
             side = _side(logs[index].transfers.get(transfer, ()))
             wanted = "prefill" if side == "decode" else "decode"
             known = any(_side(each.transfers.get(transfer, ())) == wanted for each in logs)

@@ -162,6 +162,23 @@ def test_only_the_prefill_that_was_asked_may_know_nothing_of_a_transfer(asked: s
     assert "beside" not in failed.culprit
 
 
+def test_of_several_transfers_in_a_finding_the_one_that_the_other_log_knows_is_told():
+    prefill, decode = Script("prefill"), Script("decode", role="kv_consumer")
+    for request, transfer, blocks in (("P-1", "x1", (5, 12)), ("P-2", "x2", (20, 27))):
+        prefill.runs(request)
+        prefill.sends(transfer, request)
+        prefill.holds(transfer, request, blocks=blocks)
+    prefill.passes(500)
+    for request, transfer in (("P-1", "x1"), ("P-2", "x2")):
+        prefill.rank_sent(transfer=transfer, request=request, rank=0, outcome="expired")
+        prefill.send_expired(transfer=transfer, request=request, expired_ranks=((0, 0),))
+    decode.arrives("R")
+    decode.receives("x2", "R", blocks=(30, 37))
+    leaks = [each for _, each in joined(prefill.closes().events, decode.events).findings if each.kind == "leak"]
+    (leak,) = [each for each in leaks if "P-2" in each.requests]
+    assert "the decode engine decode still waits for it" in leak.culprit
+
+
 def test_of_several_engines_of_a_side_the_one_that_knows_a_transfer_speaks():
     logs = BY_ID["S4"].logs()
     idle = Script("idle").closes().events
