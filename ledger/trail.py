@@ -9,7 +9,8 @@ This file knows events and the state. It draws no conclusions.
 
 # ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
 
-from typing import TypeAlias
+from itertools import islice
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -25,33 +26,33 @@ KEPT_EVENTS_PER_REQUEST = 200
 
 
 KEPT_OVER = 1024
-"""Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late."""
-
-KEPT_ANSWERS = 4
+"""Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late:
+so many at least, and twice as many at most."""
 
 RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
 
-class Over(msgspec.Struct, frozen=True):
-    """A job, load or transfer that has ended.
+class Over(msgspec.Struct, frozen=True, gc=False):
+    """A job, load or transfer that has ended. It holds no container: thousands of them cost the collector nothing.
 
     Attributes:
         event: the event that ended it: for a job, when its blocks were freed.
         blocks: the blocks of a load; those of a job stand in `event`.
-        chain: its events until then.
+        began: its first event.
+        answer: the last one before it ended, as a rule the last answer of a rank or peer.
     """
 
     request: str
     event: ev.JobSettled | ev.BlocksFreed | ev.LoadSettled | ev.SendSettled | ev.SendExpired | ev.RecvSettled
     blocks: Blocks = ()
-    chain: Chain = []
+    began: ev.Event | None = None
+    answer: ev.Event | None = None
 
     @property
     def told(self) -> list[ev.Event]:
-        """Its beginning, the answers to it and its end, and not what the workers did meanwhile."""
-        kinds = ev.RankCompleted | ev.RankLoaded | ev.RankSent | ev.PeerSettled
-        answers = [event for event in self.chain[1:] if isinstance(event, kinds)]
-        return [*self.chain[:1], *answers[-KEPT_ANSWERS:], self.event]
+        """What is remembered of it, in the order of the log."""
+        events = {event.seq: event for event in (self.began, self.answer, self.event) if event is not None}
+        return list(events.values())
 
 
 class Trail:
@@ -186,8 +187,8 @@ class Trail:
         self.requests.pop(event.request, None)
         ended = self.ended
         ended[event.request] = event
-        if len(ended) > KEPT_OVER:
-            del ended[next(iter(ended))]
+        if len(ended) > 2 * KEPT_OVER:
+            _forget_oldest(ended)
 
     on_request_finished = on_request_aborted = _request_ended
 
@@ -222,13 +223,13 @@ class Trail:
         jobs.remove(job)
         if not jobs:
             del self.jobs_of[request]
-        self._note_over(("job", job), Over(request, event, chain=chain))
+        self._note_over(("job", job), Over(request, event, (), *_ends(chain)))
 
     def _note_over(self, key: tuple[str, int | str], what: "Over") -> None:
         over = self.over
         over[key] = what
-        if len(over) > KEPT_OVER:
-            del over[next(iter(over))]
+        if len(over) > 2 * KEPT_OVER:
+            _forget_oldest(over)
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class Trail:
         chain = self.loads.pop(event.load)
         planned = chain[0] if chain else None
         if isinstance(planned, ev.LoadPlanned):
-            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks, chain))
+            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks, *_ends(chain)))
 
     # --- P/D transfers ----------------------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class Trail:
 
     def _sent(self, event: ev.SendSettled | ev.SendExpired) -> None:
         chain = self.sends.pop(event.request)
-        self._note_over(("transfer", event.transfer), Over(event.request, event, chain=chain))
+        self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
 
     on_send_settled = on_send_expired = _sent
 
@@ -276,7 +277,7 @@ class Trail:
 
     def on_recv_settled(self, event: ev.RecvSettled) -> None:
         chain = self.recvs.pop(event.request)
-        self._note_over(("transfer", event.transfer), Over(event.request, event, chain=chain))
+        self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
 
     # --- evidence and suspicions, of jobs and loads -----------------------------------------------------------------
 
@@ -306,6 +307,20 @@ class Trail:
 
     def on_gap(self, event: ev.Gap) -> None:
         self.gaps.append(event)
+
+
+def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:
+    """Return the first event of a chain, and its last one but for a job's settling, which says nothing of its own."""
+    if not chain:
+        return None, None
+    last = chain[-1]
+    return chain[0], chain[-2] if last.__class__ is ev.JobSettled and len(chain) > 1 else last
+
+
+def _forget_oldest(known: dict[Any, Any]) -> None:
+    """Forget the older half of what is known. One at a time would cost more: a dictionary is slow to find its first."""
+    for key in list(islice(known, KEPT_OVER)):
+        del known[key]
 
 
 class End(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.trail import End, Trail
+from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
 
 KEPT = 200
@@ -86,6 +86,8 @@ class Broken(msgspec.Struct, frozen=True):
     """Why the log cannot show that the rule was broken; empty if it can."""
     before: tuple[ev.Event, ...]
     """The beginning of that job, load or transfer and its last events before; how it ended if it was over."""
+    chain: Chain
+    """The events of it, which go on as long as it is open."""
     is_report: bool = False
     """Whether a rank's report broke it, and no act of the scheduler."""
 
@@ -153,6 +155,7 @@ class RuleVerdict(Verdict):
                 if gap
                 else "",
                 before=tuple(shown),
+                chain=chain,
                 is_report=is_report,
             )
         )

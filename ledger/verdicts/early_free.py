@@ -17,7 +17,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import expand, numbers
 from ledger.state import Load
-from ledger.trail import End, Trail
+from ledger.trail import Chain, End, Trail
 from ledger.transfers import Recv
 from ledger.verdicts import Finding
 from ledger.verdicts._rules import Broken, RuleVerdict
@@ -38,7 +38,9 @@ class _Released(msgspec.Struct, frozen=True):
     began: int
     blocks: tuple[tuple[int, int], ...]
     waiting: tuple[int, ...]
-    chain: tuple[ev.Event, ...]
+    before: tuple[ev.Event, ...]
+    chain: Chain
+    """Its events, which go on as long as it is open."""
 
     @property
     def what(self) -> str:
@@ -60,31 +62,13 @@ class EarlyFree(RuleVerdict):
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self._released: list[_Released] = []
-        self._after: dict[Subject, list[ev.Event]] = {}
-        """What came later for the work that a finding is about: it was not over."""
-
-    def take(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> None:
-        """Keep a broken rule, and look out for what comes of its job, load or transfer."""
-        super().take(event, rule, detail, is_report)
-        self._after.setdefault(_subject(self.broken[-1]), [])
+        self._told: set[Subject] = set()
+        self._over = trail.over  # looked at for every call
 
     def finding(self, group: list[Broken], end: End) -> Finding:
         """Return the finding for one rule, with what shows that the work was not over."""
-        found = super().finding(group, end)
-        return msgspec.structs.replace(found, chain=(*found.chain, *self._after.get(_subject(group[0]), ())))
-
-    def _answered(self, event: ev.PeerSettled | ev.RankSent | ev.RankLoaded) -> None:
-        if self._after:
-            self._note_after(
-                ("load", event.load) if isinstance(event, ev.RankLoaded) else ("transfer", event.transfer), event
-            )
-
-    on_peer_settled = on_rank_sent = on_rank_loaded = _answered
-
-    def _note_after(self, subject: Subject, event: ev.Event) -> None:
-        after = self._after.get(subject)
-        if after is not None and len(after) < KEPT_AFTER:
-            after.append(event)
+        found, first = super().finding(group, end), group[0]
+        return msgspec.structs.replace(found, chain=(*found.chain, *_after(first.chain, first.event)))
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
         """Somebody gets blocks; a load or recv of somebody else into them must be over.
@@ -118,17 +102,15 @@ class EarlyFree(RuleVerdict):
         elif event.load >= 0:
             key = ("load", event.load)
         else:
-            if self._after:
-                self._note_after(("transfer", event.transfer), event)
             return
-        if self._after:
-            self._note_after(key, event)
-        over = self.trail.over.get(key)
+        over = self._over.get(key)
         if over is None or event.step <= over.event.step or event.ts_ns <= over.event.ts_ns:
             return
         blocks = over.event.blocks if isinstance(over.event, ev.BlocksFreed) else over.blocks
         self._keep(
-            _Released(event, key, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), tuple(over.told))
+            _Released(
+                event, key, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), tuple(over.told), []
+            )
         )
 
     on_transfer_started = on_transfer_finished = _called
@@ -162,7 +144,9 @@ class EarlyFree(RuleVerdict):
         if began is None or began.step >= event.step or event.generation != opened.generation:
             return
         blocks = tuple(sorted(expand(opened.blocks)))
-        self._keep(_Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:])))
+        self._keep(
+            _Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]), chain)
+        )
 
     def _hit(
         self,
@@ -174,17 +158,17 @@ class EarlyFree(RuleVerdict):
         waiting: tuple[int, ...],
         chain: list[ev.Event],
     ) -> None:
-        if not waiting or subject in self._after or len(self._released) >= KEPT_RELEASES:
+        if not waiting or subject in self._told or len(self._released) >= KEPT_RELEASES:
             return
         if event.request == request and event.generation == opened.generation:
             return
         hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
         if hit:
-            self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:])))
+            self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain))
 
     def _keep(self, released: _Released) -> None:
-        if released.subject not in self._after and len(self._released) < KEPT_RELEASES:
-            self._after[released.subject] = []
+        if released.subject not in self._told and len(self._released) < KEPT_RELEASES:
+            self._told.add(released.subject)
             self._released.append(released)
 
     def findings(self, end: End) -> Iterable[Finding]:
@@ -207,7 +191,8 @@ class EarlyFree(RuleVerdict):
             else:
                 title = f"request {each.request} went on while {ranks} may still write into its {blocks} ({each.what})"
                 culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
-            shown = {event.seq: event for event in [*each.chain, each.event, *self._after[each.subject]]}
+            events = [*each.before, each.event, *_after(each.chain, each.event)]
+            shown = {event.seq: event for event in events}
             what, name = each.subject
             yield Finding(
                 kind="early_free",
@@ -227,7 +212,7 @@ class EarlyFree(RuleVerdict):
             )
 
 
-def _subject(broken: Broken) -> Subject:
-    if broken.job >= 0:
-        return "job", broken.job
-    return ("load", broken.load) if broken.load >= 0 else ("transfer", broken.transfer)
+def _after(chain: Chain, event: ev.Event) -> list[ev.Event]:
+    """Return the first calls and answers that came after an event."""
+    kinds = ev.TransferStarted | ev.TransferFinished | ev.PeerSettled | ev.RankSent | ev.RankLoaded | ev.RankCompleted
+    return [each for each in chain if each.seq > event.seq and isinstance(each, kinds)][:KEPT_AFTER]
