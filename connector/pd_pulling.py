@@ -101,6 +101,7 @@ class Pull:
     """
 
     def __init__(self, meta: PullReqMeta) -> None:
+        self.meta = meta
         self.request = meta.d_req_id
         self.transfer = meta.transfer_id
         self.blocks = meta.local_block_ids
@@ -284,7 +285,7 @@ class PullingWorker(MooncakeConnectorWorker):
 
     def receive_kv(self, remote_engine_id: str, pull_metas: dict[str, PullReqMeta]) -> None:
         """Ask every worker of the prefill engine that holds KV for this rank, and say who they are."""
-        wanted = {request_id: meta for request_id, meta in pull_metas.items() if request_id in self._pulls}
+        wanted = {request_id: meta for request_id, meta in pull_metas.items() if self._unnamed(meta) is not None}
         if not wanted:
             return
         self._askings = []
@@ -443,11 +444,19 @@ class PullingWorker(MooncakeConnectorWorker):
 
     def _settle_unnamed(self, pull_metas: dict[str, PullReqMeta], failure: Failure) -> None:
         """Settle pulls whose peers are not known, so that nobody writes."""
-        for request_id in pull_metas:
-            pull = self._pulls.get(request_id)
-            if pull is not None and pull.peers is None:
+        for meta in pull_metas.values():
+            pull = self._unnamed(meta)
+            if pull is not None:
                 pull.peers = {""}
                 self._settle(pull, "", failure)
+
+    def _unnamed(self, meta: PullReqMeta) -> Pull | None:
+        """Return the pull that upstream calls `meta` if its peers are still looked for.
+
+        The watchdog may have ended it, and a request may have come back under its id since.
+        """
+        pull = self._pulls.get(meta.d_req_id)
+        return pull if pull is not None and pull.meta is meta and pull.peers is None else None
 
     def _settle_rest(self, asking: Asking, failure: Failure) -> None:
         for pull in asking.open_pulls():

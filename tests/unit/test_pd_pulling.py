@@ -477,6 +477,23 @@ def test_the_watchdog_ends_a_search_that_does_not_end(
     assert set(peer.take().req_blocks) == {"next"}
 
 
+def test_a_search_that_ends_after_the_watchdog_asks_nothing_for_a_request_that_came_back_under_its_id(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pulling, "bootstrap_timeout_s", lambda: 0.2)
+    bootstrap.hang.clear()
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    monkeypatch.undo()
+    decode.pull(bootstrap.address, {"r": [[8, 9]]})
+    bootstrap.hang.set()
+    assert peer.take().req_blocks == {"r": ("t-r", [[8, 9]])}
+    peer.answer(Status.FINISH, ok=["r"])
+    decode.until(lambda: decode.finished == ["r", "r"])
+    assert len(decode.of(PeersReport)) == 1
+    assert decode.invalid == {3, 4, 5}
+
+
 def test_only_an_answer_that_settles_something_gives_the_peer_its_time_again(
     decode: Decode, bootstrap: Bootstrap, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
