@@ -307,6 +307,29 @@ def export(file: Path, output: Path | None) -> int:
 
 
 @cli.command()
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.option("-o", "--output", type=FILE, required=True, help="The file to write; it must not exist.")
+def trace(files: tuple[Path, ...], output: Path) -> int:
+    """Draw the order of events for the trace viewer Perfetto.
+
+    Several FILES are the logs of one incident, e.g. of a prefill and a decode engine; they come on one time axis. It
+    needs the package perfetto: pip install 'kvledger[trace]'.
+    """
+    from ledger import words
+    from ledger.trace import write_trace
+
+    logs = _distinct(files)
+    with _progress() as progress:
+        traced = write_trace(logs, output, progress)
+    drawn = f"{words.plural(traced.events, 'event')}, {words.plural(traced.findings, 'finding')}"
+    lines = [f"{output}: {drawn}, {words.size(traced.size_bytes)}"]
+    lines += [f"{log}: {moved}" for log, moved in zip(logs, traced.axis.told(), strict=True) if moved]
+    lines.append("Open it at https://ui.perfetto.dev, which reads it inside your browser.")
+    _print(lines)
+    return OK
+
+
+@cli.command()
 @click.argument("file", type=FILE)
 @click.option(
     "-n", "--events", "number", type=click.IntRange(0), default=20, show_default=True, help="How many to show."

@@ -55,6 +55,14 @@ def test_replay_names_the_rank_that_never_answered(light: LightEnvironment, inci
     assert first["ranks"] == [1]
 
 
+def test_a_trace_names_the_extra_that_it_needs(light: LightEnvironment, incident: Path, tmp_path: Path):
+    done = light.run("kvledger", "trace", str(incident), "-o", str(tmp_path / "new"))
+    assert done.returncode == 2
+    assert "pip install 'kvledger[trace]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_reading_an_incident_leaves_it_as_it_was(light: LightEnvironment, incident: Path):
     before = incident.read_bytes()
     light.run("kvledger", "replay", str(incident))
