@@ -222,10 +222,6 @@ NO_KEY = (
 NO_LOOKUP = (
     "where the request ends before its load is settled, the lookup that had promised the key is not found any more"
 )
-WRONG_SIDE = (
-    "in a case of several engines, one that can only decode is called a prefill that knows nothing, and vice versa"
-)
-
 FAULTS = (
     "between lookup and load, to a prompt each: a key removed; a bit of a value turned over; values of another layout "
     "and of another size; the store's memory stopped for longer than the lease; the master killed"
@@ -320,7 +316,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         module=PD,
         name="failures",
         done="one prefill, two decodes (one for each policy): transfers that nobody computes, a wrong address, an "
-        "unknown engine, clients that go away; then the prefill is killed within its pushes, and a decode before one",
+        "unknown engine, clients that go away; then the prefill is killed within its pushes, and each decode before "
+        "one",
         must=(
             *failed_pulls("D-fail", "fail"),
             *failed_pulls("D-recompute", "recompute"),
@@ -339,8 +336,8 @@ SCENARIOS: tuple[Scenario, ...] = (
             ),
             Must(kind="torn_log", log="P1"),
             Must(kind="torn_log", log="D-fail"),
+            Must(kind="torn_log", log="D-recompute"),
         ),
-        not_yet=WRONG_SIDE,
     ),
     Scenario(
         module=PD,
@@ -362,7 +359,6 @@ SCENARIOS: tuple[Scenario, ...] = (
                 denies=OTHER_SIDE,
             ),
         ),
-        not_yet=WRONG_SIDE,
     ),
     Scenario(module=POISON, name="clean", done="nothing: a large pool, eight long requests", timeout_s=700),
     Scenario(
