@@ -10,6 +10,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blast import BlastRadius
 from ledger.case import Case
+from ledger.incidents import grouped
 from ledger.layout import WIDTH, Page
 from ledger.questions import Diff, Use, Why
 from ledger.state import State
@@ -26,10 +27,17 @@ def why_lines(answer: Why, width: int = WIDTH) -> Iterator[str]:
     if answer.findings:
         yield ""
         yield "Findings about it, earliest cause first"
-        for finding in answer.findings:
-            yield from page.wrap("  ", f"{finding.kind} ({finding.certainty}): {finding.title}", hanging=4)
-            yield from page.wrap("    ", f"look at: {finding.culprit}", hanging=6)
-            yield from page.wrap("    ", f"do next: {finding.advice}", hanging=6)
+        found = [(0, finding) for finding in answer.findings]
+        for incident in grouped(found):
+            head = answer.findings[incident.head]
+            others = [answer.findings[place] for place in incident.members if place != incident.head]
+            yield from page.wrap("  ", f"{head.kind} ({head.certainty}): {head.title}", hanging=4)
+            for finding in others:
+                told = f"with it: {finding.kind} ({finding.certainty}): {finding.brief or finding.title}"
+                yield from page.wrap("    ", told, hanging=6)
+            steps = [head.other_log, head.advice, *dict.fromkeys(finding.also for finding in others)]
+            yield from page.wrap("    ", f"look at: {head.culprit}", hanging=6)
+            yield from page.wrap("    ", f"do next: {' '.join(step for step in steps if step)}", hanging=6)
 
 
 def blame_lines(block: tuple[int, int], uses: Sequence[Use], width: int = WIDTH) -> Iterator[str]:
