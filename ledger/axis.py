@@ -69,10 +69,16 @@ class Axis(msgspec.Struct):
 
 
 class _Moments(msgspec.Struct):
-    """When what of a transfer happened, by log: those moments that had to come in this order."""
+    """When what of a transfer happened, by log and worker: those moments that had to come in this order.
 
-    asked: dict[int, int] = {}
-    started: dict[int, int] = {}
+    Attributes:
+        asked: by the decode worker that asked; by an empty name, the registration of the recv, before all of them.
+        started: a push, by the decode worker that it is for.
+        pushed, settled: a push that ended well, by the prefill worker whose it was.
+    """
+
+    asked: dict[tuple[int, str], int] = {}
+    started: dict[tuple[int, str], int] = {}
     pushed: dict[tuple[int, str], int] = {}
     settled: dict[tuple[int, str], int] = {}
 
@@ -80,8 +86,8 @@ class _Moments(msgspec.Struct):
 def axis(logs: Sequence[Iterable[ev.AnyEvent]]) -> Axis:
     """Return how the clocks of several logs are to be shifted, by what their P/D transfers say.
 
-    A prefill's worker pushes after the decode engine has registered its recv, and a peer settles as `ok` after its push
-    has ended. Each log is shifted by the least that satisfies both.
+    A prefill's worker pushes after the decode engine has registered its recv and the decode worker has asked, and a
+    peer settles as `ok` after its push has ended. Each log is shifted by the least that satisfies both.
     """
     if len(logs) < 2:
         return Axis([0] * len(logs))
@@ -105,9 +111,13 @@ def axis(logs: Sequence[Iterable[ev.AnyEvent]]) -> Axis:
 def _note(moments: dict[str, _Moments], transfer: str, log: int, event: ev.AnyEvent, ts_ns: int, width: int) -> None:
     match event:
         case ev.RecvRegistered():
-            moments.setdefault(transfer, _Moments()).asked.setdefault(log, ts_ns)
-        case ev.SendStarted():
-            moments.setdefault(transfer, _Moments()).started.setdefault(log, ts_ns)
+            moments.setdefault(transfer, _Moments()).asked.setdefault((log, ""), ts_ns)
+        case ev.TransferStarted(op="pull"):
+            worker = f"tp{event.rank % width} pp{event.rank // width}"
+            moments.setdefault(transfer, _Moments()).asked.setdefault((log, worker), ts_ns)
+        case ev.SendStarted() | ev.TransferStarted(op="push"):
+            started = moments.setdefault(transfer, _Moments()).started
+            started[log, event.peer] = min(started.get((log, event.peer), ts_ns), ts_ns)
         case ev.TransferFinished(op="push", outcome="ok"):
             peer = f"tp{event.rank % width} pp{event.rank // width}"
             moments.setdefault(transfer, _Moments()).pushed.setdefault((log, peer), ts_ns)
@@ -127,9 +137,10 @@ def _leads(moments: Iterable[_Moments]) -> dict[tuple[int, int], int]:
             leads[pair] = max(leads.get(pair, cause[1] - effect[1]), cause[1] - effect[1])
 
     for each in moments:
-        for asked in each.asked.items():
-            for started in each.started.items():
-                first(asked, started)
+        for (decode, worker), asked_ns in each.asked.items():
+            for (prefill, peer), started_ns in each.started.items():
+                if worker in ("", peer):
+                    first((decode, asked_ns), (prefill, started_ns))
         for (prefill, worker), pushed_ns in each.pushed.items():
             for (decode, peer), settled_ns in each.settled.items():
                 if worker == peer:

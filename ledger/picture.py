@@ -6,6 +6,7 @@ the book says after each event. It is pure, and its memory grows with what is op
 This file knows events, the book, findings and words.
 """
 
+import bisect
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,9 @@ from ledger.verdicts import Finding
 
 SHOWN_KEYS = 32
 """Hashes of keys that a call shows. The number of its keys is always there, and the log has all of them."""
+
+LOST_WHOLE = "the file"
+"""The origin of a gap that stands for events of every source: see `ledger.seal`."""
 
 MOST_RANKS = 1_000_000
 """Ranks beyond this are drawn in any order: the place of a track is a small number."""
@@ -84,12 +88,15 @@ Key: TypeAlias = tuple[str | int, ...]
 
 
 class _Row(msgspec.Struct):
-    """Tracks of one name and parent. Slices that overlap stand on different ones."""
+    """Tracks of one name and parent. Slices that overlap stand on different ones.
+
+    Attributes:
+        free: the tracks on which nothing is open, topmost first.
+    """
 
     name: str
     parent: int
     place: int
-    tracks: int = 0
     free: list[Track] = []
 
 
@@ -100,6 +107,7 @@ class _Slice(msgspec.Struct):
         phase: the name of the slice within it; empty if there is none.
         request: of a load, its request.
         state: of a request, what the book says that it is doing.
+        peers: of a recv, the workers of the prefill engine that it expects.
         told: what is added to its arguments when it ends.
     """
 
@@ -111,6 +119,7 @@ class _Slice(msgspec.Struct):
     phase: str = ""
     request: str = ""
     state: str = ""
+    peers: tuple[str, ...] = ()
     told: dict[str, str | int] = {}
 
 
@@ -213,7 +222,7 @@ class Picture:
                 self._finding(finding, ev.SCHEDULER, end_ns)
         self._findings = {}
         for key, opened in list(self._open.items()):
-            gap = self._gaps.get(opened.source, 0)
+            gap = max(self._gaps.get(origin, 0) for origin in (opened.source, LOST_WHOLE))
             doubt = f"the gap at event {gap} may hide its end" if gap > opened.since_seq else ""
             self._put("instant", opened.track, end_ns, "open at the end", opened.category, {"doubt": doubt})
             self._close(key, end_ns, {"end": "open at the end", "doubt": doubt})
@@ -286,7 +295,12 @@ class Picture:
     ) -> _Slice:
         if key in self._open:
             self._close(key, ts_ns, {"end": f"not in this log; the next one of this name is event {event.seq}"})
-        track = row.free.pop() if row.free else self._track(row.name, row.parent, row.place)
+        # The first row that was free by then: two threads of a rank may tell of their calls in another order.
+        track = next((free for free in row.free if free.last_ns <= ts_ns), None)
+        if track is None:
+            track = self._track(row.name, row.parent, row.place)
+        else:
+            row.free.remove(track)
         category = str(key[0])
         opened = self._open[key] = _Slice(row, track, category, event.source, event.seq)
         self._put("begin", track, ts_ns, name, category, {**args, **_place(event)}, flows)
@@ -303,11 +317,11 @@ class Picture:
         if phase:
             self._put("begin", opened.track, ts_ns, phase, opened.category, args)
 
-    def _from(self, key: Key, ts_ns: int, name: str, flows: Sequence[int]) -> None:
+    def _from(self, key: Key, ts_ns: int, name: str, flows: Sequence[int], last_flows: tuple[int, ...] = ()) -> None:
         """Mark where arrows leave what is open: the viewer lets an arrow leave a slice at its end, not at its begin."""
         opened = self._open.get(key)
         if opened is not None:
-            self._put("instant", opened.track, ts_ns, name, opened.category, flows=flows)
+            self._put("instant", opened.track, ts_ns, name, opened.category, flows=flows, last_flows=last_flows)
 
     def _close(self, key: Key, ts_ns: int, args: Args | None = None) -> None:
         opened = self._open.get(key)
@@ -316,9 +330,7 @@ class Picture:
         self._phase(key, "", ts_ns)
         del self._open[key]
         self._put("end", opened.track, ts_ns, args={**opened.told, **(args or {})})
-        # The lowest row first, so that the picture stays flat.
-        opened.row.free.append(opened.track)
-        opened.row.free.sort(key=lambda track: -track.id)
+        bisect.insort(opened.row.free, opened.track, key=lambda track: track.id)
 
     def _instant(self, key: Key, event: ev.Event, ts_ns: int, name: str = "", last_flows: tuple[int, ...] = ()) -> None:
         """Mark an event on what is open, or among the other events if that is not."""
@@ -492,9 +504,7 @@ class Picture:
         self._follow_send(event, ts_ns)
         args = {"transfer": event.transfer, "request": event.request, "address": event.address}
         name = f"{event.transfer}: rank {event.rank} to {event.peer}"
-        pair = _flow("pair", event.transfer, self._worker(event.rank), event.peer)
         self._begin(_peer(event), self._row("sends by peer"), name, event, ts_ns, args)
-        self._from(_peer(event), ts_ns, "was asked", (pair,))
 
     def _rank_sent(self, event: ev.RankSent, ts_ns: int) -> None:
         done = {"outcome": event.outcome, **_reason(event)}
@@ -525,22 +535,24 @@ class Picture:
             "prefill": event.prefill,
         }
         key, name = ("recv", event.request), f"recv {event.transfer}"
-        self._begin(key, self._row("recvs"), name, event, ts_ns, args)
-        self._from(key, ts_ns, "registered", (_flow("transfer", event.transfer),))
+        self._begin(key, self._row("recvs"), name, event, ts_ns, args).peers = event.peers
+        to_ranks = self._to_ranks("pull", event.transfer, event.ranks)
+        self._from(key, ts_ns, "registered", (_flow("transfer", event.transfer), *to_ranks))
 
     def _peers_named(self, event: ev.PeersNamed, ts_ns: int) -> None:
+        recv = self._open.get(("recv", event.request))
         for peer in event.peers:
             args = {"transfer": event.transfer, "request": event.request, "address": event.address}
             name = f"{event.transfer}: rank {event.rank} from {peer}"
             key = ("peer", event.transfer, event.rank, peer)
-            flow = _flow("pair", event.transfer, peer, self._worker(event.rank))
             self._begin(key, self._row("recvs by peer"), name, event, ts_ns, args)
-            self._from(key, ts_ns, f"asks {peer}", (flow,))
+            if recv is None or peer not in recv.peers:  # else the arrow leaves the call, which is when it was asked
+                self._from(key, ts_ns, f"asks {peer}", (self._pair(event.transfer, peer, event.rank),))
 
     def _peer_settled(self, event: ev.PeerSettled, ts_ns: int) -> None:
         key = _peer(event)
         name = f"{event.peer or 'search for peers'}: {event.outcome}"
-        flow = _flow("pair", event.transfer, event.peer, self._worker(event.rank))
+        flow = self._pair(event.transfer, event.peer, event.rank)
         self._instant(key if key in self._open else ("recv", event.request), event, ts_ns, name, (flow,))
         self._close(key, ts_ns, {"outcome": event.outcome, **_reason(event)})
 
@@ -553,6 +565,10 @@ class Picture:
         if key not in self._open:
             self._instant(key, event, ts_ns)
         self._close(key, ts_ns, {"outcome": event.outcome})
+
+    def _pair(self, transfer: str, prefill_worker: str, rank: int) -> int:
+        """Return the arrow between a worker of the prefill engine and a rank of this one."""
+        return _flow("pair", transfer, prefill_worker, self._worker(rank))
 
     def _worker(self, rank: int) -> str:
         """Return what the other engine calls a rank of this one."""
@@ -582,8 +598,12 @@ class Picture:
             "peer": event.peer,
             "hashes of keys": (*event.keys[:SHOWN_KEYS], *(["..."] if len(event.keys) > SHOWN_KEYS else [])),
         }
-        row = self._row(event.op, self._rank(event.rank))
-        self._begin(_call_key(event), row, f"{of_call}{work}", event, ts_ns, args, self._flows_of_call(event))
+        key, row = _call_key(event), self._row(event.op, self._rank(event.rank))
+        self._begin(key, row, f"{of_call}{work}", event, ts_ns, args, self._flows_of_call(event))
+        recv = self._open.get(("recv", event.request))
+        if event.op == "pull" and not event.peer and recv is not None:
+            asked = [self._pair(event.transfer, peer, event.rank) for peer in recv.peers]
+            self._from(key, ts_ns, "asks", asked, (self._flow("pull", event.transfer, event.rank),))
 
     def _call_returned(self, event: ev.TransferFinished, ts_ns: int) -> None:
         key = _call_key(event)
@@ -608,15 +628,13 @@ class Picture:
             return (self._flow("job", event.job, event.rank),)
         if event.load >= 0:
             return (self._flow("load", event.load, event.rank),)
-        own = self._worker(event.rank)
-        sent, received = (own, event.peer) if event.op == "push" else (event.peer, own)
-        return (_flow("pair", event.transfer, sent, received),)
+        return (_flow("pair", event.transfer, self._worker(event.rank), event.peer),) if event.peer else ()
 
-    def _to_ranks(self, what: str, number: int, ranks: Ranges) -> list[int]:
-        return [self._flow(what, number, rank) for rank in from_ranges(ranks)]
+    def _to_ranks(self, what: str, name: int | str, ranks: Ranges) -> list[int]:
+        return [self._flow(what, name, rank) for rank in from_ranges(ranks)]
 
-    def _flow(self, what: str, number: int, rank: int) -> int:
-        return _flow(self._number, what, number, rank)
+    def _flow(self, what: str, name: int | str, rank: int) -> int:
+        return _flow(self._number, what, name, rank)
 
     # --- the log itself -----------------------------------------------------------------------------------------------
 

@@ -305,13 +305,26 @@ def test_arrows_lead_from_engine_to_engine(tmp_path: Path):
     prefill, decode = transfer()
     trace = seen(tmp_path, prefill.events, decode.events)
     push, asked, settled = (trace.named(name) for name in ("push of x1", "asks tp0 pp0", "tp0 pp0: ok"))
+    assert asked.track == "recvs by peer"
     assert push.process.startswith("engine prefill")
     assert asked.process == settled.process
     assert asked.process.startswith("engine decode")
     assert push.flows == asked.flows == settled.flows != set()
     registered = [each for each in trace.instants if each.name == "registered"]
     assert [each.track for each in registered] == ["sends", "recvs"]
-    assert registered[0].flows == registered[1].flows != set()
+    assert registered[0].flows < registered[1].flows
+    assert registered[1].flows - registered[0].flows == trace.named("asks").flows
+
+
+def test_where_the_peers_are_known_before_the_arrow_leaves_the_call_that_asks(tmp_path: Path):
+    prefill, decode = transfer()
+    known = [
+        msgspec.structs.replace(event, peers=("tp0 pp0",)) if isinstance(event, ev.RecvRegistered) else event
+        for event in decode.events
+    ]
+    trace = seen(tmp_path, prefill.events, known)
+    assert trace.named("asks").flows > trace.named("push of x1").flows == trace.named("tp0 pp0: ok").flows != set()
+    assert not [each for each in trace.instants if each.name == "asks tp0 pp0"]
 
 
 def test_findings_stand_at_their_first_event_with_culprit_and_advice(tmp_path: Path):
@@ -410,8 +423,8 @@ def shifted(events: list[ev.AnyEvent], seconds: float, after_seq: int = 0) -> li
 def test_what_had_to_come_first_stands_first_whatever_the_clocks_say(seconds: float, tmp_path: Path):
     prefill, decode = transfer()
     trace = seen(tmp_path, prefill.events, shifted(decode.events, seconds))
-    recv, asked = trace.named("recv x1"), trace.named("was asked")
-    assert recv.begin_ns <= asked.begin_ns
+    for name in ("recv x1", "asks"):
+        assert trace.named(name).begin_ns <= trace.named("push of x1").begin_ns
     assert trace.named("push of x1").end_ns <= trace.named("tp0 pp0: ok").begin_ns
     opened = [each for each in trace.instants if each.name.startswith("log opened")]
     assert opened[0].begin_ns == prefill.events[0].ts_ns
