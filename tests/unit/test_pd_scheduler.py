@@ -432,6 +432,18 @@ def test_a_send_ends_as_its_ranks_say(make: Make, outcome: str, kind: type[ev.Ev
     engine.all_is_back()
 
 
+def test_a_send_that_nobody_asks_for_is_suspected_once_with_what_it_holds_in_the_book(make: Make) -> None:
+    engine = make("kv_producer", world_size=2, extra={"stall_suspect_s": 0.0})
+    prefilled(engine)
+    for _ in range(200):
+        engine.step()
+    (suspected,) = engine.of(ev.StallSuspected)
+    assert (suspected.transfer, suspected.request, suspected.missing) == ("t-r", "r", ((0, 1),))
+    (ready,) = engine.of(ev.SendReady)
+    assert engine.state.book.sends["r"].blocks == ready.blocks
+    assert engine.pool.get_num_free_blocks() == engine.free - len(numbers(ready.blocks))
+
+
 def test_a_prefill_that_is_aborted_withdraws_its_send(make: Make) -> None:
     engine = make("kv_producer")
     engine.add("r", PROMPT, transfer=push())

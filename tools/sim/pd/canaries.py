@@ -289,6 +289,7 @@ CANARIES: tuple[Canary, ...] = (
         "the engine may stop stepping while transfers are open",
         frozenset({"stopped"}),
         _lets_the_engine_sleep,
+        faults=("no prefill", "refuse"),
     ),
     Canary(
         "beside-the-log",
