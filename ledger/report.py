@@ -14,7 +14,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import Blocks, by_group, count, expand, to_ranges
+from ledger.blocks import Blocks, by_group, count, to_ranges
 from ledger.case import Case, LogResult
 from ledger.incidents import CERTAINTIES, FREED, Incident, gravest
 from ledger.join import Step
@@ -359,7 +359,8 @@ def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
 def _about(event: ev.Event, numbers: set[int]) -> tuple[ev.Event, str]:
     """Return an event with those of its blocks that an incident is about, and a note on how many more it names."""
     named: Blocks = getattr(event, "blocks", ())
-    about = [(group, block) for group, block in expand(named) if block in numbers]
+    runs = [(group, min(run), max(run)) for group, each in named for run in each]
+    about = [(group, block) for group, first, last in runs for block in numbers if first <= block <= last]
     left_out = count(named) - len(about)
     own_blocks = isinstance(event, ev.TransferStarted) and event.op == "get"  # of who loads, or all of its load
     if not about or not left_out or own_blocks:

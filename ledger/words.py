@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ledger import events as ev
-from ledger.blocks import Blocks, Ranges, from_ranges, to_ranges
+from ledger.blocks import Blocks, Ranges
 
 
 def clock(ts_ns: int) -> str:
@@ -97,10 +97,13 @@ def blocks(named: Blocks, limit: int = 6) -> str:
 
 def _sorted_ranges(runs: Ranges, limit: int) -> str:
     """Return the runs of blocks, which stand in the order of a table, in the order of their numbers."""
-    if len(runs) == 1:
-        first, last = sorted(runs[0])
-        return ranges(((first, last),), limit)
-    return ranges(to_ranges(sorted(from_ranges(runs))), limit)
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted((min(run), max(run)) for run in runs):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return ranges(tuple(merged), limit)
 
 
 def these_blocks(named: Blocks, limit: int = 6) -> str:
