@@ -253,17 +253,18 @@ class Case(msgspec.Struct):
     Attributes:
         findings: index of the log and finding, earliest cause first.
         transfers: the time line of each transfer that a finding names and that more than one log knows.
+        incidents: the findings as the stories that they are, by their places among `findings`.
     """
 
     logs: list[LogResult]
     interest: Interest
     findings: list[tuple[int, Finding]]
     transfers: dict[str, list[Step]] = {}
+    incidents: list[Incident] = []
 
-    @property
-    def incidents(self) -> list[Incident]:
-        """The findings as the stories that they are."""
-        return grouped(self.findings)
+    def __post_init__(self) -> None:
+        """Group the findings."""
+        self.incidents = grouped(self.findings)
 
 
 Progress = Callable[[Path, int, int], None]

@@ -124,7 +124,7 @@ def gravest(incidents: Sequence[Incident], found: Found) -> Incident:
 def _same_work(one: Finding, other: Finding) -> bool:
     if one.jobs and other.jobs:
         return not set(one.jobs).isdisjoint(other.jobs)
-    return not set(_own_requests(one)).isdisjoint(_own_requests(other))
+    return _share_a_request(one, other)
 
 
 def _own_requests(finding: Finding) -> list[str]:
@@ -148,29 +148,34 @@ def _subjects(log: int, finding: Finding) -> Iterator[Hashable]:
 def _led_to(found: Found) -> Iterator[tuple[int, int]]:
     """Yield the places of a cause and of what came of it, where they share no job, load or transfer."""
     causes = [(place, log, each) for place, (log, each) in enumerate(found) if each.kind in CAUSES]
+    freed = [(at, log, each.lead_seq, _numbers(each)) for at, log, each in causes if each.kind in FREED]
     for place, (log, finding) in enumerate(found):
-        for at, in_log, cause in causes:
-            if in_log == log and at != place and (_may_lead(cause, finding, at < place) or _freed(cause, finding)):
-                yield at, place
+        if finding.kind == "poison":  # there may be thousands, and few of the others
+            blocks, seq = _numbers(finding), finding.lead_seq
+            led = (at for at, in_log, since, given in freed if in_log == log and since <= seq and given & blocks)
+        elif finding.kind in SYMPTOMS:
+            led = (at for at, in_log, cause in causes if in_log == log and _left_waiting(cause, finding, at < place))
+        elif finding.kind == "torn_log" or finding.jobs or finding.loads or finding.transfers:
+            continue
+        else:
+            led = (at for at, in_log, cause in causes if in_log == log and _share_a_request(cause, finding))
+        yield from ((at, place) for at in led if at != place)
 
 
-def _may_lead(cause: Finding, finding: Finding, is_earlier: bool) -> bool:
-    same_request = not set(_own_requests(cause)).isdisjoint(_own_requests(finding))
-    if finding.kind in SYMPTOMS:
-        if cause.kind in MISCOUNTED and same_request and not set(cause.ranks).isdisjoint(finding.ranks):
-            return True
-        return is_earlier and _same_work(cause, finding)
-    if finding.jobs or finding.loads or finding.transfers or finding.kind == "torn_log":
-        return False
-    return same_request
+def _left_waiting(cause: Finding, symptom: Finding, is_earlier: bool) -> bool:
+    if is_earlier and _same_work(cause, symptom):
+        return True
+    same_ranks = not set(cause.ranks).isdisjoint(symptom.ranks)
+    return cause.kind in MISCOUNTED and same_ranks and _share_a_request(cause, symptom)
 
 
-def _freed(cause: Finding, finding: Finding) -> bool:
-    """Return whether the cause gave blocks away that then were poisoned."""
-    if finding.kind != "poison" or cause.kind not in FREED or cause.lead_seq > finding.lead_seq:
-        return False
-    freed = {block for _, block in cause.blocks}
-    return any(block in freed for _, block in finding.blocks)
+def _share_a_request(one: Finding, other: Finding) -> bool:
+    return not set(_own_requests(one)).isdisjoint(_own_requests(other))
+
+
+def _numbers(finding: Finding) -> frozenset[int]:
+    """Return the numbers of the blocks of a finding: there is one pool for all groups."""
+    return frozenset(block for _, block in finding.blocks)
 
 
 def _ended_in(torn: int, found: Found) -> int | None:
