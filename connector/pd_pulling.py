@@ -437,9 +437,8 @@ class PullingWorker(MooncakeConnectorWorker):
             return
         finished = asking.status == MooncakeXferResponseStatus.FINISH
         failure = failures.OMITTED if finished else failures.of_line(reason, private=self.private)
-        for request_id in list(req_ids):
-            pull = asking.pulls.get(request_id)
-            if pull is not None and pull.peers and asking.name in pull.peers:
+        for pull in asking.open_pulls():
+            if pull.request in req_ids:
                 self._settle(pull, asking.name, failure)
 
     def _settle_unnamed(self, pull_metas: dict[str, PullReqMeta], failure: Failure) -> None:

@@ -195,6 +195,7 @@ class Engine:
             raise RuntimeError("vLLM's aggregator dropped the output")
         about = output.kv_connector_output
         if about is not None:
+            about.failed_recving = store_engine.SortedIds(about.failed_recving)
             for what in ("finished_recving", "finished_sending"):
                 found = getattr(about, what)
                 setattr(about, what, store_engine.SortedIds(found) if found else None)

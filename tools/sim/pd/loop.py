@@ -14,6 +14,17 @@ Connect = Callable[[str, int], Coroutine[Any, Any, None]]
 """Returns if somebody listens at a host and port, and raises what a socket raises if not."""
 
 
+class _Task(asyncio.Task[Any]):
+    """A task with a number for its hash: sets of tasks, as `asyncio.wait` returns, are walked alike everywhere."""
+
+    def __init__(self, number: int, coro: Coroutine[Any, Any, Any], **about: Any) -> None:
+        self._number = number
+        super().__init__(coro, **about)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """The loop of one side of one worker.
 
@@ -30,6 +41,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.dead = False
         self.errors: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._made = 0
         self._clock = clock
         self._connect = connect
 
@@ -88,7 +100,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
         """Return a task that runs a coroutine."""
-        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._made += 1
+        task = _Task(self._made, coro, loop=self, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
