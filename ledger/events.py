@@ -28,6 +28,9 @@ import msgspec
 from ledger.blocks import Blocks, Ranges
 
 SCHEDULER = "scheduler"
+
+WHOLE_FILE = "the file"
+"""The origin of a gap that stands for events of nobody knows whom: the file was damaged there."""
 """The `source` of an event that the scheduler emitted. A worker's is `rank <n>`."""
 
 
@@ -757,7 +760,7 @@ class Gap(Event, frozen=True, gc=False, omit_defaults=True, tag="gap"):
     """Events were dropped, and this stands in their place.
 
     Attributes:
-        origin: whose events: `scheduler` or `rank <n>`.
+        origin: whose events: `scheduler`, `rank <n>`, `workers`, or `the file` where it was damaged and salvaged.
         dropped: how many.
         reason: why, in an operator's words.
         first_ts_ns, last_ts_ns: wall clock of the first and the last one dropped.

@@ -25,9 +25,6 @@ from ledger.verdicts import Finding
 SHOWN_KEYS = 32
 """Hashes of keys that a call shows. The number of its keys is always there, and the log has all of them."""
 
-LOST_WHOLE = "the file"
-"""The origin of a gap that stands for events of every source: see `ledger.seal`."""
-
 MOST_RANKS = 1_000_000
 """Ranks beyond this are drawn in any order: the place of a track is a small number."""
 
@@ -222,7 +219,8 @@ class Picture:
                 self._finding(finding, ev.SCHEDULER, end_ns)
         self._findings = {}
         for key, opened in list(self._open.items()):
-            gap = max(self._gaps.get(origin, 0) for origin in (opened.source, LOST_WHOLE))
+            of_all = ev.WHOLE_FILE if opened.source == ev.SCHEDULER else "workers"
+            gap = max(self._gaps.get(origin, 0) for origin in (opened.source, of_all, ev.WHOLE_FILE))
             doubt = f"the gap at event {gap} may hide its end" if gap > opened.since_seq else ""
             self._put("instant", opened.track, end_ns, "open at the end", opened.category, {"doubt": doubt})
             self._close(key, end_ns, {"end": "open at the end", "doubt": doubt})

@@ -73,6 +73,7 @@ class Result(msgspec.Struct):
         end: how and where the log ends; None for an empty log.
         events: how many events were folded.
         checkpoints: how many digests were compared.
+        uncompared: how many were not: they stand behind a place where the file had lost events.
         refusals: the first of the events that the book refused.
         refused: how many it refused.
         findings: what went wrong, earliest cause first.
@@ -87,6 +88,7 @@ class Result(msgspec.Struct):
     end: End | None = None
     events: int = 0
     checkpoints: int = 0
+    uncompared: int = 0
     refusals: list[Refusal] = []
     refused: int = 0
     mismatch: Mismatch | None = None
@@ -154,7 +156,11 @@ class Replay:
             tail=_telling(self._tail),
             disagrees_after=result.mismatch.seq if result.mismatch else None,
         )
-        found = [finding for verdict in self.verdicts for finding in verdict.findings(result.end)]
+        found = [
+            _in_doubt(finding, self.trail.lost_of_file)
+            for verdict in self.verdicts
+            for finding in verdict.findings(result.end)
+        ]
         result.findings = earliest_cause_first(found)
         return result
 
@@ -197,6 +203,9 @@ class Replay:
         if len(event.book):
             self.state.restore(msgspec.json.decode(event.book, type=Book))
             self.trail.follow(event.seq)
+        if self.trail.lost_of_file is not None:
+            result.uncompared += 1
+            return
         result.checkpoints += 1
         if result.mismatch is not None:
             return
@@ -250,3 +259,16 @@ def _telling(tail: list[ev.AnyEvent]) -> tuple[ev.AnyEvent, ...]:
         if not (isinstance(event, ev.Checkpoint) and isinstance(following, ev.Checkpoint))
     ]
     return tuple(kept[-TAIL_EVENTS:])
+
+
+def _in_doubt(finding: Finding, lost: ev.Gap | None) -> Finding:
+    """Return a finding as it is, or in doubt: what a damaged file has lost may be what would speak against it."""
+    if lost is None or finding.kind == "torn_log":
+        return finding
+    doubt = f"the file has lost events, the first at event {lost.seq}, which may say otherwise"
+    return msgspec.structs.replace(
+        finding,
+        certainty="undecidable" if finding.certainty == "proven" else finding.certainty,
+        doubt="; ".join(part for part in (finding.doubt, doubt) if part),
+        shown="",
+    )

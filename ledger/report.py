@@ -32,6 +32,7 @@ KEPT_EVIDENCE = 30
 """Events that are shown for one incident and one log; a longer proof is read from the data."""
 
 SHOWN_KEYS = 8
+SHOWN_GAPS = 5
 
 
 def text(case: Case, *, check: bool = False, width: int = WIDTH) -> Iterator[str]:
@@ -160,10 +161,7 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     )
     yield from page.row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}")
     yield from page.row("End", ending(result))
-    gaps = result.trail.gaps
-    told = [f"{words.lost(gap.dropped)} of {gap.origin} at event {gap.seq} ({gap.reason})" for gap in gaps[:5]]
-    more = [f"and {len(gaps) - 5} more gaps"] if len(gaps) > 5 else []
-    yield from page.row("Gaps", "; ".join([*told, *more]) or "none")
+    yield from page.row("Gaps", _gaps(result.trail.gaps))
     if result.mismatch is not None:
         where = f"event {result.mismatch.seq}"
         yield from page.row("Disagrees", f"this file and today's code disagree at {where}; see kvledger replay --check")
@@ -173,6 +171,26 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
         yield from page.row(
             "Refused", f"{refused} that the book does not accept, first event {first.event.seq} ({first.rule})"
         )
+
+
+def _gaps(gaps: Sequence[ev.Gap]) -> str:
+    """Return what is lost, those in a row of one origin and reason as one."""
+    runs: list[list[ev.Gap]] = []
+    for gap in gaps:
+        before = runs[-1][-1] if runs else None
+        if before is not None and (before.seq + 1, before.origin, before.reason) == (gap.seq, gap.origin, gap.reason):
+            runs[-1].append(gap)
+        else:
+            runs.append([gap])
+    told: list[str] = []
+    for run in runs[:SHOWN_GAPS]:
+        first, last = run[0], run[-1]
+        counted = sum(gap.dropped for gap in run) if all(gap.dropped for gap in run) else 0
+        where = f"event {first.seq}" if len(run) == 1 else f"events {first.seq} to {last.seq}"
+        told.append(f"{words.lost(counted)} of {first.origin} at {where} ({first.reason})")
+    if len(runs) > SHOWN_GAPS:
+        told.append(f"and {words.plural(len(runs) - SHOWN_GAPS, 'more gap')}")
+    return "; ".join(told) or "none"
 
 
 def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:
@@ -227,6 +245,9 @@ def check_section(case: Case, page: Page) -> Iterator[str]:
             yield from page.row("Agrees", f"{log.path.name}: {'all ' if result.checkpoints > 1 else 'its '}{compared}")
         else:
             yield from page.row("Unknown", f"{log.path.name}: has no checkpoint to compare with")
+        if result.uncompared:
+            behind = words.plural(result.uncompared, "checkpoint")
+            yield from page.row("Left out", f"{log.path.name}: {behind} behind the first place where it lost events")
         for refusal in result.refusals[:5]:
             yield from page.row("Refused", f"event {refusal.event.seq}, {refusal.rule}: {refusal.detail}")
 

@@ -243,7 +243,7 @@ def _gap_at(seq: int, following: ev.AnyEvent) -> str:
         following.mono_ns,
         "scheduler",
         following.step,
-        origin="the file",
+        origin=ev.WHOLE_FILE,
         dropped=1,
         reason="it was damaged there, and was salvaged",
     )

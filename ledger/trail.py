@@ -73,6 +73,7 @@ class Trail:
         opened: the log's first event, if the log has it.
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
+        lost_of_file: the first of them where the file itself has lost events.
     """
 
     def __init__(self, state: State) -> None:
@@ -88,6 +89,7 @@ class Trail:
         self.opened: ev.LogOpened | None = None
         self.closed: ev.LogClosed | None = None
         self.gaps: list[ev.Gap] = []
+        self.lost_of_file: ev.Gap | None = None
         self._restored_seq = 0
         self.over: dict[tuple[str, int | str], Over] = {}
         self.ended: dict[str, RequestEnd] = {}
@@ -307,6 +309,8 @@ class Trail:
 
     def on_gap(self, event: ev.Gap) -> None:
         self.gaps.append(event)
+        if event.origin == ev.WHOLE_FILE and self.lost_of_file is None:
+            self.lost_of_file = event
 
 
 def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:

@@ -47,6 +47,26 @@ def test_the_script_still_tells_the_log_that_lies_there(incident: Incident, heal
 
 
 @every_incident
+@pytest.mark.parametrize("healthy", [False, True], ids=["story", "twin"])
+def test_a_salvaged_log_with_a_hole_anywhere_proves_nothing_that_the_whole_one_does_not(
+    incident: Incident, healthy: bool
+):
+    for name, events in incident.logs(healthy=healthy).items():
+        proven = {
+            finding.kind for finding in Replay().feed(events).result("torn").findings if finding.certainty == "proven"
+        }
+        for hole, lost in enumerate(events[:-1]):
+            gap = ev.Gap(
+                lost.seq, lost.ts_ns, lost.mono_ns, ev.SCHEDULER, lost.step, origin=ev.WHOLE_FILE, dropped=1, reason=""
+            )
+            result = Replay().feed([*events[:hole], gap, *events[hole + 1 :]]).result("torn")
+            assert result.mismatch is None
+            for finding in result.findings:
+                if finding.certainty == "proven":
+                    assert finding.kind in proven | {"torn_log"}, f"{name} without {hole + 1}: {finding.title}"
+
+
+@every_incident
 def test_a_log_that_is_cut_anywhere_becomes_less_certain_and_never_wrong(incident: Incident):
     for name, events in incident.logs().items():
         whole = Replay().feed(events).result("torn").findings
