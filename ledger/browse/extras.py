@@ -4,6 +4,7 @@ The fold is replay's own, so findings, open work and pins are those that `kvledg
 reader, the fold and SQL.
 """
 
+import itertools
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from ledger import words
 from ledger.blocks import Blocks, by_group, count
 from ledger.browse import tables
 from ledger.browse.timeline import Timeline
+from ledger.incidents import grouped
 from ledger.reader import open_log
 from ledger.replay import Replay, Result
 from ledger.verdicts import Finding, all_verdicts
@@ -67,7 +69,7 @@ def _fill(connection: sqlite3.Connection, path: Path, progress: Callable[[int], 
         result = replay.result(log.end)
     timeline = next(verdict for verdict in replay.verdicts if isinstance(verdict, Timeline))
     _insert(connection, "timeline", map(msgspec.structs.asdict, timeline.intervals))
-    _insert(connection, "findings", (finding_row(*each) for each in enumerate(result.findings, 1)))
+    _insert(connection, "findings", finding_rows(result.findings))
     _insert(connection, "open_work", open_rows(result))
     connection.execute(_SINCE, (result.end.now_mono_ns if result.end is not None else 0,))
 
@@ -142,7 +144,16 @@ def _runs(blocks: Blocks) -> set[Run]:
 # --- what went wrong --------------------------------------------------------------------------------------------------
 
 
-def finding_row(place: int, finding: Finding) -> Row:
+def finding_rows(findings: list[Finding]) -> Iterator[Row]:
+    """Yield a row for each finding, incident by incident, each with its cause first."""
+    places = itertools.count(1)
+    for number, incident in enumerate(grouped([(0, finding) for finding in findings]), 1):
+        for part, members in (("cause", (incident.head,)), ("before", incident.before), ("after", incident.after)):
+            for member in members:
+                yield {**_finding_row(next(places), findings[member]), "incident": number, "part": part}
+
+
+def _finding_row(place: int, finding: Finding) -> Row:
     """Return a finding as a row; lists are JSON arrays."""
     public = finding.public()
     groups: dict[int, list[int]] = {}

@@ -22,7 +22,7 @@ TABLES: dict[str, tuple[str, str]] = {
         "One row for each load from the store. On a load's own page, its number leads to all its events.",
     ),
     "transfers": ("Transfers", "One row for each call to the store or to a peer."),
-    "findings": ("Findings", "What went wrong, earliest cause first."),
+    "findings": ("Findings", "What went wrong, incident by incident, earliest cause first."),
     "open_work": ("Open work", "What had not ended at the end of the log."),
     "timeline": ("Time line", "How much was open and pinned at the most, in each of a few hundred intervals."),
     "block_ranges": ("Block ranges", "Which events concern which blocks."),
@@ -49,7 +49,7 @@ class Facts(msgspec.Struct, frozen=True):
         first_ts_ns, last_ts_ns: wall clock of the first and the last event, 0 for an empty log.
         source: the name of the file that was sealed; empty for a log that is not sealed.
         end: how the log ended, as in the table `seal`; empty for a log that is not sealed.
-        findings: what went wrong, in one sentence each; None if nobody looked.
+        findings: what went wrong, in one sentence for each incident; None if nobody looked.
     """
 
     meta: Mapping[str, str]
@@ -138,7 +138,7 @@ def _findings(facts: Facts, links: Links) -> Markup:
 
 
 SHOWN_FINDINGS = 5
-"""Findings on the first page; the query has all."""
+"""Incidents on the first page; the query has all, with what came of each."""
 
 
 def table_page(table: str, links: Links) -> Markup:

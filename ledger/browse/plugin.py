@@ -125,7 +125,7 @@ def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]
         last_ts_ns=last[0][1] if last else 0,
         source=seal[0][0] if seal else "",
         end=seal[0][1] if seal else "",
-        findings=tuple(title for (title,) in rows("SELECT title FROM findings ORDER BY place"))
+        findings=tuple(title for (title,) in rows("SELECT title FROM findings WHERE part = 'cause' ORDER BY place"))
         if "findings" in tables
         else None,
     )

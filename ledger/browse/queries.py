@@ -36,9 +36,9 @@ QUERIES: tuple[Query, ...] = (
     Query(
         "what_went_wrong",
         "What went wrong",
-        "The findings of kvledger replay, earliest cause first. None: nothing wrong was found.",
+        "The findings of kvledger replay, incident by incident. None: nothing wrong was found.",
         """
-SELECT certainty, kind, title, culprit, advice, code, requests, jobs, ranks, blocks, since_seq, evidence
+SELECT incident, part, certainty, kind, title, culprit, advice, code, requests, jobs, ranks, blocks, since_seq, evidence
 FROM findings
 ORDER BY place
 """,

@@ -26,6 +26,8 @@ findings = Table(
     "findings",
     browsed,
     Column("place", Integer, primary_key=True, autoincrement=False, doc="Earliest cause first."),
+    _integer("incident", "Findings of one number are one story."),
+    _text("part", "What the finding is in it: its `cause`, what came `before`, or what came `after`."),
     _text("kind", "Stable name of what went wrong."),
     _text("certainty", "`proven`, `suspected`, or `undecidable`."),
     _text("title", "What went wrong, in one sentence."),

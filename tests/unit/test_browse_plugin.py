@@ -1,11 +1,12 @@
 """The Datasette plugin, on the Datasette that is installed: what it says of a log, and that it is silent elsewhere."""
 
 import asyncio
+import contextlib
 import re
 import sqlite3
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import msgspec
@@ -153,6 +154,15 @@ def test_the_first_page_says_what_the_log_is_and_what_went_wrong(copy: Path):
     (page,) = served(copy, "")
     for text in ("eventful.db", "prefill-7", "vllm 0.32.0", "torn", "What went wrong", "no answer of rank 1"):
         assert text in page
+
+
+def test_findings_stand_incident_by_incident_with_the_cause_first(copy: Path):
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        rows = connection.execute("SELECT incident, part, kind FROM findings ORDER BY place").fetchall()
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    for _, parts in groupby(rows, key=lambda row: row[0]):
+        assert [part for _, part, _ in parts].index("cause") == 0
+    assert len({row[2] for row in rows}) > 1
 
 
 def test_every_stored_query_is_offered_with_what_it_answers(copy: Path):
