@@ -382,9 +382,10 @@ def test_after_a_gap_the_book_of_the_checkpoint_is_taken_over(tmp_path: Path):
     assert trace.counters["pinned blocks"][-1][1] == 1
 
 
-def test_a_call_whose_return_may_have_been_lost_says_so(tmp_path: Path):
+@pytest.mark.parametrize("origin", ["rank 1", "workers"])
+def test_a_call_whose_return_may_have_been_lost_says_so(origin: str, tmp_path: Path):
     log = hanging()
-    log.gap(origin="rank 1", dropped=3, reason="the queue was full")
+    log.gap(origin=origin, dropped=3, reason="the queue was full")
     trace = seen(tmp_path, log.events)
     assert "may hide its end" in str(trace.named("put #2 for job 0").args["doubt"])
     assert "doubt" not in trace.named("job 0").args
