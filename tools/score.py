@@ -1,10 +1,10 @@
 """Judges the verdicts by runs of the simulator, where the truth is known: what was found, missed, and made up.
 
-    python tools/score.py [--seeds 0:500] [--steps 300] [--canary-seeds 0:40] [--write]
+    python tools/score.py [--seeds 0:500] [--steps 300] [--canary-seeds 0:40] [--pd-seeds 0:300] [--write]
 
 Every run's log is replayed by the verdicts alone, and compared with what the simulator knows and the log does not say:
 which jobs and loads never settled, which keys hold the KV of another prefix, which reports were broken, whether the
-engine died. With `--write`, the table goes to docs/score-simulator.md. It takes about a second a run.
+engine died. With `--write`, the tables go to docs/score-simulator.md. It takes about a second a run.
 """
 
 import argparse
@@ -14,13 +14,16 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import msgspec
+
+from tools.score_pd import PdScore, score_pd
+from tools.score_pd import table as table_of_pd
 
 PAGE = Path(__file__).parent.parent / "docs" / "score-simulator.md"
 
@@ -34,12 +37,22 @@ CASES = (
     "unsettled job",
     "unsettled load",
     "poisoned key",
-    "broken report",
+    "broken rule",
     "late answer",
     "failed load",
     "engine died",
+    "other state",
 )
+"""What there may be to find in a run. `other state`: the engine's state is not what its log folds to."""
 
+GIVING_AWAY = frozenset({"pins-off", "by-request", "first-failure", "first-rank"})
+"""Mistakes by which blocks are given up while somebody may use them."""
+
+BROKEN_RULES = frozenset({"over_report", "stale_completion", "double_free", "broken_rule"})
+"""What a broken rule is called, by which rule it is."""
+
+HELD = frozenset({"leak", "stall", "missing_ranks"})
+FAILED_LOADS = frozenset({"load_failed", "evicted_before_load", "lost_store", "retry_loop"})
 
 _READ_FOR_JOB = re.compile(r"reads block \d+ for (?:job (\d+))")
 """What the simulator says of a put that touches a block of somebody else."""
@@ -53,8 +66,11 @@ class Truth(msgspec.Struct):
         open_jobs, open_loads: all that was open at the end.
         poisoned: keys that were stored with the KV of another prefix.
         waiting: requests that had not ended.
+        broken_rules: broken rules of the book that the engine recorded.
         misread: store jobs for which a rank read a block that had been given to somebody else.
         gave_away: whether blocks were given up while somebody might use them.
+        other_state: whether a checkpoint was written after the state had been changed beside the log.
+        faults: kinds of fault that struck.
     """
 
     ended: str
@@ -63,12 +79,13 @@ class Truth(msgspec.Struct):
     open_jobs: list[int]
     open_loads: list[str]
     poisoned: list[str]
-    broken_reports: int
+    broken_rules: int
     late_answers: int
     failed_loads: int
     misread: list[int]
     gave_away: bool
     waiting: list[str]
+    other_state: bool
     faults: list[str]
 
 
@@ -77,6 +94,8 @@ class Score(msgspec.Struct):
 
     Attributes:
         due, hit: by case, how much there was to find, and how much was found.
+        proven, suspected: keys that are proven to hold the KV of another request, or suspected to do so (or were stored
+            by a job whose blocks were freed early), and hold what they should.
         alarms: findings that nothing in the truth explains.
     """
 
@@ -86,6 +105,8 @@ class Score(msgspec.Struct):
     faults: list[str]
     due: dict[str, int]
     hit: dict[str, int]
+    proven: int
+    suspected: int
     alarms: list[str]
     misses: list[str]
 
@@ -141,16 +162,46 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
         open_jobs=open_jobs,
         open_loads=open_loads,
         poisoned=list(poisoned),
-        # A mistake that swallows a broken report leaves nothing in the log to find: what counts is what was recorded.
-        broken_reports=sum(isinstance(event, ev.InvariantViolated) for event in events),
+        # A mistake that swallows a broken rule leaves nothing in the log to find: what counts is what was recorded.
+        broken_rules=sum(isinstance(event, ev.InvariantViolated) for event in events),
         late_answers=sum(isinstance(event, ev.ReportIgnored) for event in events),
         misread=sorted({int(job) for detail in wrong_owner for job in _READ_FOR_JOB.findall(detail)}),
         waiting=sorted(run.world.engine.scheduler.requests),
-        gave_away=canary_name in ("first-failure", "by-request") or bool(wrong_owner),
+        gave_away=canary_name in GIVING_AWAY or bool(wrong_owner),
         failed_loads=sum(isinstance(event, ev.LoadSettled) and event.outcome == "failed" for event in events),
-        faults=sorted({type(each).__name__.lower() for each in plan.decisions} - {"arrive", "abort", "reset"}),
+        other_state=canary_name == "beside-the-log" and _has_checkpoint_after(events, ev.RankCompleted),
+        faults=_struck(plan, run),
     )
     return truth, events
+
+
+def _has_checkpoint_after(events: Iterable[Any], kind: type[Any]) -> bool:
+    from ledger import events as ev
+
+    seen = False
+    for event in events:
+        seen = seen or isinstance(event, kind)
+        if seen and isinstance(event, ev.Checkpoint):
+            return True
+    return False
+
+
+def _struck(plan: Any, run: Any) -> list[str]:
+    """Return the kinds of fault that struck in a run, in the order of `FAULTS`.
+
+    A call's fault strikes only if there is such a call. What has a moment of its own strikes if the run came so far.
+    """
+    from tools.sim import plan as pl
+
+    struck = {name.partition(" ")[0] for name in run.world.faults.hits}
+    executed = run.world.engine.executed
+    timed = {pl.Stray: "stray", pl.Stall: "stall", pl.Pressure: "pressure"}
+    struck |= {timed[type(each)] for each in plan.decisions if type(each) in timed and each.step <= executed}
+    seen = run.world.checks.seen
+    struck |= {"die"} if seen.get("ranks died") else set()
+    struck |= {"lose"} if seen.get("messages lost") else set()
+    struck |= {"evict"} if run.world.store.evictions else set()
+    return [kind for kind in pl.FAULTS if kind in struck]
 
 
 def score(seed: int, steps: int, canary_name: str) -> Score:
@@ -161,40 +212,49 @@ def score(seed: int, steps: int, canary_name: str) -> Score:
     truth, events = play(seed, steps, canary_name)
     result = replay(events)
     findings = result.findings
-    held = [finding for finding in findings if finding.kind in ("leak", "stall", "missing_ranks")]
+    held = [finding for finding in findings if finding.kind in HELD]
     named_jobs = {job for finding in held for job in finding.jobs}
     named_loads = {request for finding in held for request in finding.requests}
-    tainted = {entry["key"] for finding in findings for entry in finding.facts.get("tainted", ())}
-    for job in {job for finding in findings if finding.kind == "poison" for job in finding.jobs}:
-        radius = blast_radius([events.__iter__], job)
-        tainted.update(radius.derived if radius is not None else ())
+    named = [entry for finding in findings for entry in finding.facts.get("tainted", ())]
+    proven = {entry["key"] for entry in named if entry["certainty"] == "proven" and entry["returned"]}
+    suspected = {entry["key"] for entry in named}
+    derived: set[str] = set()
+    for kind, job in {(finding.kind, job) for finding in findings for job in finding.jobs}:
+        radius = blast_radius([events.__iter__], job) if kind in ("poison", "early_free") else None
+        if radius is not None:
+            derived.update(radius.derived)
+            suspected.update(radius.keys if kind == "early_free" else ())
+    tainted = suspected | derived
     kinds = {finding.kind for finding in findings}
     due: dict[str, int] = {
         "unsettled job": len(truth.jobs),
         "unsettled load": len(truth.loads),
         "poisoned key": len(truth.poisoned),
-        "broken report": bool(truth.broken_reports),
+        "broken rule": bool(truth.broken_rules),
         "late answer": bool(truth.late_answers),
         "failed load": bool(truth.failed_loads),
         "engine died": truth.ended in ("died", "violation"),
+        "other state": truth.other_state,
     }
     hit: dict[str, int] = {
         "unsettled job": len(named_jobs.intersection(truth.jobs)),
         "unsettled load": len(named_loads.intersection(truth.loads)),
         "poisoned key": len(tainted.intersection(truth.poisoned)),
-        "broken report": due["broken report"] and bool(kinds & {"over_report", "stale_completion", "double_free"}),
+        "broken rule": due["broken rule"] and bool(kinds & BROKEN_RULES),
         "late answer": due["late answer"] and "late_event" in kinds,
-        "failed load": due["failed load"]
-        and bool(kinds & {"load_failed", "evicted_before_load", "lost_store", "retry_loop"}),
+        "failed load": due["failed load"] and bool(kinds & FAILED_LOADS),
         "engine died": due["engine died"] and "torn_log" in kinds,
+        "other state": due["other state"] and bool(result.mismatch or result.refused),
     }
     return Score(
         seed,
-        canary_name or "all faults",
+        canary_name or ALL_FAULTS,
         len(events),
         truth.faults,
         {case: int(number) for case, number in due.items()},
         {case: int(number) for case, number in hit.items()},
+        len(proven.difference(truth.poisoned)),
+        len(suspected.difference(proven, truth.poisoned)),
         [f"{each.kind} ({each.certainty}): {each.title}" for each in findings if not _explained(each, truth)],
         [case for case in CASES if hit[case] < due[case]],
     )
@@ -202,31 +262,29 @@ def score(seed: int, steps: int, canary_name: str) -> Score:
 
 def _explained(finding: Any, truth: Truth) -> bool:
     """Return whether something in the truth is what a finding says."""
-    match finding.kind:
-        case "leak" | "stall" | "missing_ranks":
-            if finding.jobs:
-                return set(finding.jobs) <= set(truth.open_jobs)
-            nothing_open = not finding.ranks and not finding.blocks
-            there = truth.waiting if nothing_open else truth.open_loads
-            return not set(there).isdisjoint(finding.requests)
-        case "poison":
-            # By ownership: the block was another's when it was read. What that one had written may be the very same
-            # KV, if both share the prefix up to there.
-            return not set(finding.jobs) or set(finding.jobs) <= set(truth.misread) or finding.certainty != "proven"
-        case "over_report" | "stale_completion" | "double_free":
-            return truth.broken_reports > 0 or finding.kind == "stale_completion"
-        case "late_event":
-            return truth.late_answers > 0
-        case "load_failed" | "evicted_before_load" | "lost_store" | "retry_loop":
-            return truth.failed_loads > 0
-        case "torn_log":
-            return truth.ended in ("died", "violation", "broken")
-        case _:
-            return finding.kind in ("early_free", "broken_rule") and truth.gave_away
+    kind = finding.kind
+    if kind in HELD:
+        if finding.jobs:
+            return set(finding.jobs) <= set(truth.open_jobs)
+        nothing_open = not finding.ranks and not finding.blocks
+        return not set(truth.waiting if nothing_open else truth.open_loads).isdisjoint(finding.requests)
+    if kind == "poison" and finding.certainty == "proven" and finding.jobs:
+        # By ownership: the block was another's when it was read.
+        return set(finding.jobs) <= set(truth.misread)
+    if kind in BROKEN_RULES:
+        return truth.broken_rules > 0
+    if kind in FAILED_LOADS:
+        return truth.failed_loads > 0
+    if kind in ("poison", "early_free"):
+        return truth.gave_away
+    if kind == "late_event":
+        return truth.late_answers > 0
+    return kind == "torn_log" and truth.ended in ("died", "violation", "broken")
 
 
-def _score_one(work: tuple[int, int, str]) -> Score:
-    return score(*work)
+def _score_one(work: tuple[int, int, str]) -> Score | PdScore:
+    seed, steps, name = work
+    return score_pd(seed, PD_STEPS) if name == PD else score(seed, steps, name)
 
 
 def table(scores: Iterable[Score]) -> str:
@@ -234,17 +292,52 @@ def table(scores: Iterable[Score]) -> str:
     by_name: dict[str, list[Score]] = {}
     for each in scores:
         by_name.setdefault(each.name, []).append(each)
-    lines = [f"| runs | events | {' | '.join(CASES)} | false alarms |", f"|---|---|{'---|' * len(CASES)}---|"]
+    lines = [
+        f"| runs | events | {' | '.join(CASES)} | right keys proven / suspected | false alarms |",
+        f"|---|---|{'---|' * len(CASES)}---|---|",
+    ]
     for name, group in by_name.items():
         cells = [
             f"{sum(each.hit[case] for each in group)} of {sum(each.due[case] for each in group)}" for case in CASES
         ]
+        right = f"{sum(each.proven for each in group)} / {sum(each.suspected for each in group)}"
         alarms = sum(len(each.alarms) for each in group)
         lines.append(
-            f"| {len(group)} x {name} | {sum(each.events for each in group):,} | {' | '.join(cells)} | {alarms} |"
+            f"| {len(group)} x {name} | {sum(each.events for each in group):,} | {' | '.join(cells)} "
+            f"| {right} | {alarms} |"
         )
     return "\n".join(lines)
 
+
+def table_of_faults(scores: Iterable[Score]) -> str:
+    """Return, for each kind of fault, how the verdicts did in the runs in which it struck."""
+    from tools.sim.plan import FAULTS
+
+    lines = ["| fault | runs in which it struck | to find in these | found | false alarms |", "|---|---|---|---|---|"]
+    drawn = [each for each in scores if each.name == ALL_FAULTS]
+    for fault in (*FAULTS, ""):
+        group = [each for each in drawn if (fault in each.faults if fault else not each.faults)]
+        due, hit = sum(sum(each.due.values()) for each in group), sum(sum(each.hit.values()) for each in group)
+        lines.append(
+            f"| {fault or 'none'} | {len(group)} | {due} | {hit} | {sum(len(each.alarms) for each in group)} |"
+        )
+    return "\n".join(lines)
+
+
+def page(scores: Sequence[Score], pd: Sequence[PdScore], missed: Sequence[str]) -> str:
+    """Return docs/score-simulator.md."""
+    parts = [HEAD, table(scores), "", *missed, FAULTS_HEAD, table_of_faults(scores), "", PD_HEAD, table_of_pd(pd), FOOT]
+    return "\n".join(parts)
+
+
+def _seeds(scores: Sequence[Score | PdScore]) -> str:
+    seeds = [each.seed for each in scores]
+    return f"{min(seeds)} to {max(seeds)}" if seeds else "none"
+
+
+ALL_FAULTS = "all faults"
+PD = "P/D"
+PD_STEPS = 120
 
 HEAD = """# How well the verdicts do on simulated engines
 
@@ -253,6 +346,32 @@ HEAD = """# How well the verdicts do on simulated engines
 Runs of the simulator on vLLM's real scheduler, with every kind of fault, and with the known mistakes of its canaries
 switched on. The verdicts see the log alone; the simulator knows what really happened. Each cell says how much of that
 was found. *False alarms* are findings that nothing which happened explains.
+"""
+
+FAULTS_HEAD = """What struck in the runs with all faults. Most had several kinds, and what there was to find counts for
+each kind.
+"""
+
+PD_HEAD = """Prefills and a decode, with several peers, ranks and stages; all logs of a run are replayed together.
+*Wrong side* counts findings that call an engine which can only decode a prefill that knows nothing, or the reverse.
+"""
+
+FOOT = """
+A poisoned key is found if a `poison` finding names it, if it was computed from such a key, or if `kvledger
+blast-radius` lists it for a job whose blocks were freed early. *Right keys proven / suspected* are those that a finding
+names and that hold the KV that they should. A suspected one was read in time. A proven one holds the KV of another
+request as it says, and that one shares the prefix up to there, which the log does not tell; what was computed from
+wrong KV is left out, because the simulator computes nothing.
+
+Poisoned keys that nobody names are those of which the log holds too little: who shares blocks in the engine's own
+prefix cache, and who gets a block that no open work names. The latter is why `first-failure` has most of them: the log
+proves that a request went on while its load still wrote (`early_free`), and not which of the keys that it saved later
+were struck.
+
+The last five mistakes break rules of which a log keeps no trace, but for `beside-the-log`, where the digests in the log
+are not those of its fold. Of the others only silence is asked here; the simulator's own checks find them.
+
+Both sides were written by this project, and the simulator draws only faults that its authors thought of.
 """
 
 
@@ -265,6 +384,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=_range, default=range(500), help="seeds with all faults, first:last")
     parser.add_argument("--canary-seeds", type=_range, default=range(40), help="seeds for each known mistake")
+    parser.add_argument("--pd-seeds", type=_range, default=range(300), help="seeds of prefills and a decode")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true", help="write docs/score-simulator.md")
@@ -273,21 +393,40 @@ def main() -> int:
 
     work = [(seed, options.steps, "") for seed in options.seeds]
     work += [(seed, options.steps, each.name) for each in CANARIES for seed in options.canary_seeds]
+    work += [(seed, PD_STEPS, PD) for seed in options.pd_seeds]
     started_s = time.perf_counter()
+    scores: list[Score] = []
+    pd: list[PdScore] = []
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        scores = pool.map(_score_one, work, chunksize=4)
-    for each in scores:
-        for alarm in each.alarms:
-            print(f"seed {each.seed}, {each.name}: false alarm: {alarm}")
-    missed = Counter((each.name, case) for each in scores for case in each.misses)
-    for (name, case), number in missed.items():
-        seeds = [each.seed for each in scores if each.name == name and case in each.misses]
-        print(f"{name}: missed in {number} runs: {case}, e.g. seeds {seeds[:8]}")
-    print(table(scores))
-    print(f"{len(scores)} runs in {time.perf_counter() - started_s:.0f} s")
+        for each in pool.imap(_score_one, work, chunksize=4):
+            if isinstance(each, PdScore):
+                pd.append(each)
+            else:
+                scores.append(each)
+            for alarm in each.alarms:
+                print(f"seed {each.seed}, {_name(each)}: false alarm: {alarm}", flush=True)
+            if sys.stderr.isatty():
+                print(f"\r{len(scores) + len(pd)} of {len(work)}", end="", file=sys.stderr)
+    counted = Counter((_name(each), case) for each in (*scores, *pd) for case in each.misses)
+    missed: list[str] = []
+    for (name, case), number in counted.items():
+        seeds = [each.seed for each in (*scores, *pd) if _name(each) == name and case in each.misses]
+        more = ", ..." if number > 8 else ""
+        missed.append(f"* {name}: {case} missed in seeds {', '.join(map(str, seeds[:8]))}{more}")
+    which = (
+        f"Seeds {_seeds([each for each in scores if each.name == ALL_FAULTS])}, "
+        f"{_seeds([each for each in scores if each.name != ALL_FAULTS])} for each mistake, and {_seeds(pd)} for P/D."
+    )
+    text = page(scores, pd, [which, "", *missed, ""])
+    print(text)
+    print(f"{len(work)} runs in {time.perf_counter() - started_s:.0f} s")
     if options.write:
-        PAGE.write_text(f"{HEAD}\n{table(scores)}\n")
-    return 1 if any(each.alarms for each in scores) else 0
+        PAGE.write_text(text)
+    return 1 if any(each.alarms for each in (*scores, *pd)) else 0
+
+
+def _name(score: Score | PdScore) -> str:
+    return PD if isinstance(score, PdScore) else score.name
 
 
 if __name__ == "__main__":
