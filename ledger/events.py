@@ -28,10 +28,10 @@ import msgspec
 from ledger.blocks import Blocks, Ranges
 
 SCHEDULER = "scheduler"
+"""The `source` of an event that the scheduler emitted. A worker's is `rank <n>`."""
 
 WHOLE_FILE = "the file"
 """The origin of a gap that stands for events of nobody knows whom: the file was damaged there."""
-"""The `source` of an event that the scheduler emitted. A worker's is `rank <n>`."""
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
