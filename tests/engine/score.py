@@ -32,6 +32,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "score-engine.md"
 WRONG_RELATIVE_ERROR = 0.05
 """The same KV computed in another batch differs by less than 1e-3; KV of other tokens differs by about 1."""
 
+TOO_FAST = "the run was not slow enough to poison a key"
+
 KILLED_BY_VLLM = "force killing remaining process EngineCore"
 """What vLLM says when an engine that it ends has not ended within its 5 seconds."""
 
@@ -429,7 +431,8 @@ def score(scenario: Scenario, run: Run, others: dict[str, Run]) -> Row:
             candidates.sort(key=lambda each: len(mismatches(must, [each[1]], seen, row)))
             chosen = candidates[:1]
         if not chosen:
-            row.problems.append(f"missed: {must}")
+            nothing_there = must.keys is not None and not must.keys(seen, ())[0]
+            row.problems.append(TOO_FAST if nothing_there else f"missed: {must}")
             continue
         row.verdict += 1
         left = [each for each in left if not any(each is other for other in chosen)]
@@ -487,7 +490,7 @@ def mismatches(must: Must, findings: Sequence[Finding], seen: Replayed, row: Row
                 f"{sorted(named - truth)} are named and right"
             )
         if not truth:
-            wrong.append("the run was not slow enough to poison a key")
+            wrong.append(TOO_FAST)
     return wrong
 
 
