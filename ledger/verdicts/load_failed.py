@@ -20,7 +20,7 @@ import msgspec
 
 from ledger import codes, words
 from ledger import events as ev
-from ledger.blocks import from_ranges
+from ledger.blocks import expand, from_ranges
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
 
@@ -33,31 +33,61 @@ KEPT_LOADS = 500
 KEPT_PUTS = 4096
 """Calls whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
 
+KEPT_LATE = 64
+"""Failed loads whose calls are still taken after they have settled."""
+
 NOT_FOUND = "BLOCK_NOT_FOUND"
 
 
-class _Failed(msgspec.Struct, frozen=True):
+class _Failed(msgspec.Struct):
     """A load that failed.
 
     Attributes:
         ranks: the ranks on which it failed.
         looked_up: the lookup that promised the hit.
-        call: the last call of the first failed rank.
+        calls: its calls on all ranks, begun and ended. Evidence comes in late, so some may follow after it has settled.
         put: the call that had stored a key that is gone, if this log has it.
-        keys: keys that failed.
     """
 
     load: int
     request: str
     settled: ev.LoadSettled
-    failure: ev.RankLoaded
+    failures: tuple[ev.RankLoaded, ...]
     ranks: tuple[int, ...]
     all_ranks: tuple[int, ...]
     planned: ev.LoadPlanned | None
     looked_up: ev.LookupAnswered | None
-    call: ev.TransferFinished | None
-    put: ev.TransferStarted | None
-    keys: tuple[str, ...]
+    calls: list[ev.TransferStarted | ev.TransferFinished]
+    put: ev.TransferStarted | None = None
+
+    @property
+    def failure(self) -> ev.RankLoaded:
+        """The answer of the first rank on which it failed."""
+        return self.failures[0]
+
+    @property
+    def call(self) -> ev.TransferFinished | None:
+        """The last call of that rank that went wrong."""
+        ended = [call for call in self.calls if isinstance(call, ev.TransferFinished)]
+        return next((call for call in reversed(ended) if call.rank == self.failure.rank and call.outcome != "ok"), None)
+
+    @property
+    def gone(self) -> set[str]:
+        """Keys that the store did not have."""
+        call = self.call
+        return {each.key for each in call.failures if each.code == NOT_FOUND} if call is not None else set()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that could not be loaded. A value that the worker rejects has no failure in its call, but a block."""
+        keys: dict[str, None] = {}
+        for answer in self.failures:
+            blocks = {block for failure in answer.failures for block in expand(failure.blocks)}
+            for call in self.calls:
+                if isinstance(call, ev.TransferStarted) and call.rank == answer.rank:
+                    pairs = zip(call.keys, expand(call.blocks), strict=False)
+                    keys.update((key, None) for key, block in pairs if block in blocks)
+        return tuple(keys) or tuple(each.key for each in (self.call.failures if self.call is not None else ()))
 
 
 class LoadFailed(Verdict):
@@ -74,11 +104,36 @@ class LoadFailed(Verdict):
         self._loaded_ranks: set[int] = set()
         self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
         self._recovered: dict[str, int] = {}
+        self._promised: dict[int, ev.LookupAnswered] = {}
+        self._late: dict[int, _Failed] = {}
 
     def on_transfer_started(self, event: ev.TransferStarted) -> None:
         """Remember what was stored."""
         if event.op == "put":
             self._puts.append(event)
+        self._came_late(event)
+
+    def on_transfer_finished(self, event: ev.TransferFinished) -> None:
+        """Take the end of a call for a load that is settled already."""
+        self._came_late(event)
+
+    def _came_late(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
+        failed = self._late.get(event.load) if event.load >= 0 else None
+        if failed is not None:
+            failed.calls.append(event)
+            self._find_put(failed)
+
+    def _find_put(self, failed: _Failed) -> None:
+        gone = failed.gone
+        if gone and failed.put is None:
+            failed.put = next((put for put in self._puts if not gone.isdisjoint(put.keys)), None)
+
+    def on_load_planned(self, event: ev.LoadPlanned) -> None:
+        """Remember the lookup that promised it: under the policy `fail` the request ends before its load settles."""
+        life = self.trail.requests.get(event.request, [])
+        promised = next((each for each in reversed(life) if isinstance(each, ev.LookupAnswered)), None)
+        if promised is not None:
+            self._promised[event.load] = promised
 
     def on_rank_loaded(self, event: ev.RankLoaded) -> None:
         """Remember which ranks have ever loaded."""
@@ -103,18 +158,18 @@ class LoadFailed(Verdict):
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Take a load that failed, with what is known of it now."""
+        promised = self._promised.pop(event.load, None)
         if event.outcome != "failed":
             return
         chain = self.trail.loads[event.load]
-        answers = [each for each in chain if isinstance(each, ev.RankLoaded)]
-        failures = [each for each in answers if each.outcome != "loaded"]
+        failures = [each for each in chain if isinstance(each, ev.RankLoaded) and each.outcome != "loaded"]
         if not failures:
             return
         code = failures[0].code or "UNKNOWN"
         self._count[code] = self._count.get(code, 0) + 1
         known = self._failed.setdefault(code, [])
         if len(known) < KEPT_LOADS:
-            known.append(self._take(event, chain, failures, answers))
+            known.append(self._take(event, chain, failures, promised))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each code; of transfers for each stage, too, where a code has another cause."""
@@ -124,28 +179,26 @@ class LoadFailed(Verdict):
             yield self._transfers(code, stage, failures)
 
     def _take(
-        self, event: ev.LoadSettled, chain: Chain, failures: list[ev.RankLoaded], answers: list[ev.RankLoaded]
+        self, event: ev.LoadSettled, chain: Chain, failures: list[ev.RankLoaded], promised: ev.LookupAnswered | None
     ) -> _Failed:
         planned = next((each for each in chain if isinstance(each, ev.LoadPlanned)), None)
-        request = planned.request if planned is not None else ""
-        life = self.trail.requests.get(request, [])
         registered = next((each for each in chain if isinstance(each, ev.LoadRegistered)), None)
-        calls = [each for each in chain if isinstance(each, ev.TransferFinished) and each.rank == failures[0].rank]
-        call = next((each for each in reversed(calls) if each.outcome != "ok"), None)
-        gone = {each.key for each in call.failures if each.code == NOT_FOUND} if call is not None else set[str]()
-        return _Failed(
+        failed = _Failed(
             load=event.load,
-            request=request,
+            request=planned.request if planned is not None else "",
             settled=event,
-            failure=failures[0],
+            failures=tuple(failures),
             ranks=tuple(sorted(each.rank for each in failures)),
             all_ranks=tuple(from_ranges(registered.ranks)) if registered is not None else (),
             planned=planned,
-            looked_up=next((each for each in reversed(life) if isinstance(each, ev.LookupAnswered)), None),
-            call=call,
-            keys=tuple(failure.key for failure in call.failures) if call is not None else (),
-            put=next((put for put in self._puts if not gone.isdisjoint(put.keys)), None) if gone else None,
+            looked_up=promised,
+            calls=[each for each in chain if isinstance(each, ev.TransferStarted | ev.TransferFinished)],
         )
+        self._find_put(failed)
+        self._late[event.load] = failed
+        if len(self._late) > KEPT_LATE:
+            del self._late[next(iter(self._late))]
+        return failed
 
     def _finding(self, code: str, failed: list[_Failed]) -> Finding:
         first = failed[0]
@@ -163,11 +216,12 @@ class LoadFailed(Verdict):
         elif code == "LEASE_EXPIRED":
             took = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
             culprit = (
-                f"the transfer took {words.span(took)}; the store's lease is {STORE_LEASE_S:g} s unless set otherwise"
+                f"the lease of the keys ran out before the transfer ended; the call took {words.span(took)}, and "
+                f"Mooncake's default lease is {STORE_LEASE_S:g} s"
             )
             advice = "Raise the master's default_kv_lease_ttl above the slowest transfer, or load less at a time."
             shown = "the code, and how long the transfer took"
-            inferred = "how long the store's lease is: its settings are not in this log"
+            inferred = "how long the lease was: the master's settings are not in this log"
         if not culprit:
             ranks = sorted({rank for each in failed for rank in each.ranks})
             why = words.failure(code, first.failure.raw, first.failure.exception, first.failure.stage)

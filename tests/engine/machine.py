@@ -55,6 +55,8 @@ def cpu_environment(folder: Path) -> None:
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         VLLM_NO_USAGE_STATS="1",
         VLLM_RPC_BASE_PATH=str(folder),
+        # Mooncake's teardown takes seconds, and on a busy machine more than the 5 that vLLM gives an engine to end.
+        VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS="60",
     )
 
 

@@ -218,12 +218,6 @@ FOUR_LOADS = (
 )
 MASTERLESS = failed_load("masterless", "PEER_UNREACHABLE")
 
-NO_KEY = (
-    "a value that the worker rejects (CRC_MISMATCH, VERSION_MISMATCH) is told by its request and rank, not by its key"
-)
-NO_LOOKUP = (
-    "where the request ends before its load is settled, the lookup that had promised the key is not found any more"
-)
 FAULTS = (
     "between lookup and load, to a prompt each: a key removed; a bit of a value turned over; values of another layout "
     "and of another size; the store's memory stopped for longer than the lease; the master killed"
@@ -292,21 +286,18 @@ SCENARIOS: tuple[Scenario, ...] = (
         name="recompute",
         done=f"{FAULTS}; vLLM computes again",
         must=(*FOUR_LOADS, MASTERLESS),
-        not_yet=NO_KEY,
     ),
     Scenario(
         module=LOAD_ERRORS,
         name="fail",
         done="the same; vLLM ends the requests",
         must=(*FOUR_LOADS, MASTERLESS),
-        not_yet=f"{NO_KEY}; {NO_LOOKUP}",
     ),
     Scenario(
         module=LOAD_ERRORS,
         name="suffix",
         done="the same without the master's end; vLLM keeps what was loaded in front of the fault",
         must=FOUR_LOADS,
-        not_yet=NO_KEY,
     ),
     Scenario(
         module=LOAD_ERRORS,
