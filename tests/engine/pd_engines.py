@@ -27,6 +27,10 @@ transfer must take less, also where a machine is busy with other things.
 
 PATIENCE_S = 60
 
+ANSWER_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 420.0
+"""A start takes 14 s on a machine of its own; three at once, among other work on two cores, have taken four minutes."""
+
 
 class Engine:
     """A real engine in a process of its own.
@@ -53,7 +57,7 @@ class Engine:
 
     def ready(self) -> "Engine":
         """Wait until the engine has started, and return it."""
-        self.pids = self._receive()
+        self.pids = self._receive(START_TIMEOUT_S)
         return self
 
     def call(self, command: str, *args: Any) -> Any:
@@ -69,8 +73,8 @@ class Engine:
         """Return the result of what was begun."""
         return self._receive()
 
-    def _receive(self) -> Any:
-        if not self._pipe.poll(240):
+    def _receive(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        if not self._pipe.poll(timeout_s):
             raise TimeoutError(f"engine {self.name} does not answer")
         ok, value = self._pipe.recv()
         if not ok:

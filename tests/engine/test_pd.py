@@ -13,7 +13,7 @@ from ledger.verdicts import Finding
 from tests.engine.conftest import Fold, RunOnce, fold
 from tests.engine.pd_engines import HOLD_TIMEOUT_S
 
-SCENARIO_TIMEOUT_S = 500
+SCENARIO_TIMEOUT_S = 750
 """Four engines have to start: about a minute on two cores of their own, many times that on a machine that is busy."""
 
 pytestmark = pytest.mark.timeout(SCENARIO_TIMEOUT_S + 60)
