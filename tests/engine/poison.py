@@ -28,20 +28,31 @@ from ledger.reader import open_log
 from tests.engine.machine import cpu_environment, greedy, make_llm, mooncake_master
 from tests.engine.scenarios import prompts, settle, tokens_of
 
-PUT_DELAY_S = 0.6
-POISONING_DELAY_S = 1.5
-"""Longer than a busy machine takes to give a preempted request's blocks to another one."""
+PUT_DELAY_STEPS = 250
+"""Engine steps that a put waits. In so many, the blocks of a preempted request are another one's, at any speed."""
+
+STANDSTILL_S = 1.0
+"""An engine that has not stepped for so long is idle, and a put has nothing to wait for."""
+
 SMALL_POOL = 36
 LARGE_POOL = 400
 REQUESTS = 8
 
 
 class SlowStore:
-    """Waits before each put, and writes the bytes of every key to a file when it is closed."""
+    """Waits before each put, and writes the bytes of every key to a file when it is closed.
 
-    def __init__(self, store: Any, delay_s: float, truth: Path) -> None:
+    Args:
+        store: the real one.
+        step: gives the engine's step.
+        delay_steps: how many of them a put waits.
+        truth: the file.
+    """
+
+    def __init__(self, store: Any, step: Callable[[], int], delay_steps: int, truth: Path) -> None:
         self._store = store
-        self._delay_s = delay_s
+        self._step = step
+        self._delay_steps = delay_steps
         self._truth = truth
         self._keys: dict[str, None] = {}
 
@@ -50,7 +61,12 @@ class SlowStore:
 
     def batch_put_from_multi_buffers(self, keys: list[str], *args: Any) -> Any:
         """Wait, then put."""
-        time.sleep(self._delay_s)
+        last, until = self._step(), self._step() + self._delay_steps
+        moved_s = time.monotonic()
+        while last < until and time.monotonic() - moved_s < STANDSTILL_S:
+            time.sleep(0.005)
+            if self._step() != last:
+                last, moved_s = self._step(), time.monotonic()
         self._keys.update(dict.fromkeys(keys))
         return self._store.batch_put_from_multi_buffers(keys, *args)
 
@@ -79,8 +95,12 @@ class ObservedConnector(KVLedgerStoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
             recording = self.connector_worker.store
+            sender = recording._sender
             recording._store = SlowStore(
-                recording._store, float(os.environ["PUT_DELAY_S"]), Path(os.environ["TRUTH_FILE"])
+                recording._store,
+                lambda: sender.step,
+                int(os.environ["PUT_DELAY_STEPS"]),
+                Path(os.environ["TRUTH_FILE"]),
             )
 
 
@@ -93,9 +113,9 @@ class UnpinnedConnector(ObservedConnector):
             self.connector_scheduler.__class__ = UnpinnedScheduler
 
 
-def run(folder: Path, connector: str, blocks: int, delay_s: float, **settings: Any) -> dict[str, Any]:
+def run(folder: Path, connector: str, blocks: int, delay_steps: int, **settings: Any) -> dict[str, Any]:
     """Serve eight long requests, then their prompts again from the store."""
-    os.environ.update(PUT_DELAY_S=str(delay_s), TRUTH_FILE=str(folder / "truth.json"))
+    os.environ.update(PUT_DELAY_STEPS=str(delay_steps), TRUTH_FILE=str(folder / "truth.json"))
     with mooncake_master(folder):
         llm = make_llm(
             folder,
@@ -137,14 +157,14 @@ def wait_for_jobs(folder: Path, timeout_s: float = 90.0) -> None:
 
 
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "clean": lambda folder: run(folder, "ObservedConnector", LARGE_POOL, 0.0),
-    "poisoned": lambda folder: run(folder, "UnpinnedConnector", SMALL_POOL, POISONING_DELAY_S),
-    "pinned": lambda folder: run(folder, "ObservedConnector", SMALL_POOL, PUT_DELAY_S),
+    "clean": lambda folder: run(folder, "ObservedConnector", LARGE_POOL, 0),
+    "poisoned": lambda folder: run(folder, "UnpinnedConnector", SMALL_POOL, PUT_DELAY_STEPS),
+    "pinned": lambda folder: run(folder, "ObservedConnector", SMALL_POOL, PUT_DELAY_STEPS),
     "guarded": lambda folder: run(
         folder,
         "UnpinnedConnector",
         SMALL_POOL,
-        PUT_DELAY_S,
+        PUT_DELAY_STEPS,
         integrity="all",
         failure_log=str(folder / "failures.jsonl"),
     ),
