@@ -137,7 +137,8 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
             continue
         for key in finding.facts.get("keys", ()):
             if key in log.puts:
-                told.setdefault(_of_key(log.puts[key], log))
+                same = [each for each in finding.facts["keys"] if log.puts.get(each) is log.puts[key]]
+                told.setdefault(_of_key(log.puts[key], log, same, len(finding.facts["keys"])))
                 elsewhere.append((other, log.puts[key].started.job))
                 break
         # What a log knows says more than what it does not.
@@ -157,12 +158,13 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
                 break
     if not told:
         return finding
-    inferred = [finding.inferred] if finding.inferred else []
-    inferred += ["that what the other log has of these keys is why they cannot be loaded"] if elsewhere else []
     of_transfer = len(told) > len(elsewhere)
+    # Why a transfer went wrong is said by the log of the other side.
+    inferred = [finding.inferred] if finding.inferred and not of_transfer else []
+    inferred += ["that what the other log has of these keys is why they cannot be loaded"] if elsewhere else []
     return msgspec.structs.replace(
         finding,
-        culprit="; ".join([*told, finding.culprit]),
+        culprit="; ".join([finding.culprit, *told] if of_transfer else [*told, finding.culprit]),
         elsewhere=tuple(elsewhere),
         inferred="; ".join(inferred),
         brief=f"{finding.title}; {next(iter(told))}" if elsewhere else finding.brief,
@@ -170,14 +172,16 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
     )
 
 
-def _of_key(calls: _Calls, log: _Log) -> str:
+def _of_key(calls: _Calls, log: _Log, same: Sequence[str], number: int) -> str:
+    """Return what the log has of the keys `same`, which are of `number` that a finding names."""
     job = f"job {calls.started.job} of engine {_engine(log)}"
+    keys = f"{len(same)} of these {number} keys ({words.listed(same, 3)})" if number > 1 else f"this key ({same[0]})"
     where = f"event {calls.started.seq} of {log.name}"
     if calls.finished is None:
         end = log.result.end
         how = ", which ends torn" if end is not None and end.how == "torn" else ""
-        return f"{job} was putting these keys ({where}), and no return of the call is in that log{how}"
-    return f"{job} had put these keys ({where}), which ended {calls.finished.outcome}"
+        return f"{job} was putting {keys} ({where}), and no return of the call is in that log{how}"
+    return f"{job} had put {keys} ({where}), which ended {calls.finished.outcome}"
 
 
 def _asked_of(events: Iterable[ev.AnyEvent]) -> str:

@@ -24,6 +24,7 @@ LABEL = 14
 """Width of the column of labels, e.g. `  Versions    `."""
 
 _MEANINGS = {str(row.code): row.short for row in codes.CODES.values()}
+_RAW = re.compile(r"raw (-\d+)\b(?! [A-Z_]{4})")
 _CODE = re.compile(rf"\b({'|'.join(_MEANINGS)})\b(?: \((raw [^)]*)\))?")
 
 
@@ -73,8 +74,16 @@ class Page:
         ) or [lead.rstrip()]
 
     def explain(self, value: str) -> str:
-        """Return `value` with the meaning of each code beside its first use on this page."""
-        return _CODE.sub(self._explain, value)
+        """Return `value` with the meaning of each code, and the store's own name of it, beside its first use."""
+        return _CODE.sub(self._explain, _RAW.sub(self._name, value))
+
+    def _name(self, match: re.Match[str]) -> str:
+        raw = match[1]
+        name = codes.raw_name(raw)
+        if not name or raw in self._explained:
+            return match[0]
+        self._explained.add(raw)
+        return f"raw {raw} {name}"
 
     def _explain(self, match: re.Match[str]) -> str:
         code, raw = match[1], match[2]

@@ -16,7 +16,8 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, by_group, count, to_ranges
 from ledger.case import Case, LogResult
-from ledger.incidents import CERTAINTIES, FREED, Incident, gravest
+from ledger.impact import engine, impact
+from ledger.incidents import CERTAINTIES, FREED, MISCOUNTED, Incident, gravest
 from ledger.join import Step
 from ledger.layout import WIDTH, Page
 from ledger.replay import Result
@@ -28,8 +29,20 @@ from ledger.verdicts import Finding
 SUMMARY_CHARS = 160
 """What the first lines say of one incident, at most: two lines of a terminal."""
 
+END_REASONS = {"stopped": "stop token or string", "length_capped": "length limit"}
+"""What vLLM's reasons for the end of a request mean, where their names say less."""
+
 KEPT_EVIDENCE = 30
 """Events that are shown for one incident and one log; a longer proof is read from the data."""
+
+KEPT_TIME_LINE = 60
+"""Events of one time line of several logs that are shown."""
+
+MARKED = 2
+"""Lines that are marked one by one as placed by clocks; where there are more, one sentence says it of all."""
+
+SILENCE_NS = 15_000_000_000
+"""A log without an event for longer than this, in nanoseconds, was silent: an engine that idles says that it lives."""
 
 SHOWN_KEYS = 8
 SHOWN_GAPS = 5
@@ -56,9 +69,11 @@ def text(case: Case, *, check: bool = False, width: int = WIDTH) -> Iterator[str
         for number, incident in enumerate(case.incidents, 1):
             yield ""
             yield from incident_section(number, incident, case, page)
+    told = {transfer for incident in case.incidents for transfer in _shared(incident, case)}
     for transfer, steps in case.transfers.items():
-        yield ""
-        yield from transfer_section(transfer, steps, page)
+        if transfer not in told:
+            yield ""
+            yield from transfer_section(transfer, steps, page)
     for index, log in enumerate(case.logs):
         name = f" of {log.path.name}" if len(case.logs) > 1 else ""
         if case.interest:
@@ -83,13 +98,17 @@ def summary(case: Case, page: Page) -> Iterator[str]:
     first = gravest(incidents, case.findings)
     finding = case.findings[first.head][1]
     torn = [each for _, each in _members(first, case) if each.kind == "torn_log" and each is not finding and each.brief]
-    then = f". Then {torn[0].brief}" if torn else ""
+    also = f". Also, {torn[0].brief}" if torn else ""
     which = f"incident {incidents.index(first) + 1}" if len(incidents) > 1 else ""
     about = ", ".join(part for part in (which, finding.certainty if finding.certainty != "proven" else "") if part)
     sure = f" ({about})" if about else ""
+    where = f" on engine {engine(case, case.findings[first.head][0])}" if len(case.logs) > 1 else ""
     what = _short(finding.brief or finding.title)
-    yield from page.wrap("", f"What happened{sure}: {what}{then}.", hanging=2)
-    yield from page.wrap("", f"Do next: {_short(_first_steps(first, case))}", hanging=2)
+    yield from page.wrap("", f"What happened{where}{sure}: {what}{also}.", hanging=2)
+    yield from page.wrap("", f"Impact: {impact(first, case)}.", hanging=2)
+    # The only incident is told once: what is to be done about it stands here in full.
+    steps = do_next(first, case) if len(incidents) == 1 else _short(_first_steps(first, case))
+    yield from page.wrap("", f"Do next: {steps}", hanging=2)
     others = [f"{number} {_kind(case, each)}" for number, each in enumerate(incidents, 1) if each is not first]
     if others:
         yield from page.wrap("", f"Other incidents: {words.listed(others, 8)}.", hanging=2)
@@ -159,22 +178,23 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     yield from page.row(
         "Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {took}"
     )
-    yield from page.row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}")
+    gaps = _gaps(result.trail.gaps)
+    no_gap = "" if gaps else ", without a gap"
+    yield from page.row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}{no_gap}")
     yield from page.row("End", ending(result))
-    yield from page.row("Gaps", _gaps(result.trail.gaps))
+    if gaps:
+        yield from page.row("Gaps", gaps)
     if result.mismatch is not None:
         where = f"event {result.mismatch.seq}"
         yield from page.row("Disagrees", f"this file and today's code disagree at {where}; see kvledger replay --check")
     if result.refused:
         first = result.refusals[0]
-        refused = words.plural(result.refused, "event")
-        yield from page.row(
-            "Refused", f"{refused} that the book does not accept, first event {first.event.seq} ({first.rule})"
-        )
+        which = f"{result.refused:,} events, the first of them " if result.refused > 1 else ""
+        yield from page.row("Refused", f"{which}event {first.event.seq}, which the book does not accept: {first.rule}")
 
 
 def _gaps(gaps: Sequence[ev.Gap]) -> str:
-    """Return what is lost, those in a row of one origin and reason as one."""
+    """Return what is lost, those in a row of one origin and reason as one; empty if nothing is."""
     runs: list[list[ev.Gap]] = []
     for gap in gaps:
         before = runs[-1][-1] if runs else None
@@ -190,7 +210,7 @@ def _gaps(gaps: Sequence[ev.Gap]) -> str:
         told.append(f"{words.lost(counted)} of {first.origin} at {where} ({first.reason})")
     if len(runs) > SHOWN_GAPS:
         told.append(f"and {words.plural(len(runs) - SHOWN_GAPS, 'more gap')}")
-    return "; ".join(told) or "none"
+    return "; ".join(told)
 
 
 def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:
@@ -201,7 +221,9 @@ def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:
         yield from page.row("Versions", ", ".join(f"{name} {version}" for name, version in opened.versions.items()))
     expected = words.count_of(opened.ranks)
     which = f" ({words.ranges(opened.ranks)})" if expected > 1 else ""
-    pool = f", {words.plural(opened.num_blocks, 'GPU block')}" if opened.num_blocks else ""
+    sizes = f" of {words.listed(dict.fromkeys(opened.block_sizes))} tokens" if opened.block_sizes else ""
+    usable = words.plural(opened.num_blocks - 1, "usable GPU block")
+    pool = f"; {usable}{sizes}, and the null block" if opened.num_blocks else ""
     groups = len(opened.block_sizes)
     grouped = f"; {groups} groups of blocks, a block that is named without one is of group 0" if groups > 1 else ""
     yield from page.row("Shape", f"{words.plural(expected, 'rank')}{which}{pool}{grouped}")
@@ -212,16 +234,19 @@ def ending(result: Result) -> str:
     end = result.end
     if end is None:
         return "empty"
+    before = end.tail[-2:-1]
+    silent_ns = end.last.ts_ns - before[0].ts_ns if before and not isinstance(end.last, ev.Checkpoint) else 0
+    silence = f"; no event in the {words.span(silent_ns)} before it" if silent_ns >= SILENCE_NS else ""
     if end.closed is not None:
         return (
-            "closed by the engine"
+            "closed by the engine as it shut down"
             if end.closed.reason != "exception"
             else f"closed after {end.closed.exception or 'an error'}"
         )
     return {
         "torn": (
-            f"torn: no log_closed after {words.clock(end.last.ts_ns)} UTC; the process ended hard, its disk took "
-            "nothing more, or this copy lacks the end"
+            f"torn: no log_closed after {words.clock(end.last.ts_ns)} UTC{silence}; the process ended hard, its disk "
+            "took nothing more, or this copy lacks the end"
         ),
         "live": "still open: the engine writes it",
         "as_of": f"replayed as far as event {end.last.seq}; the log goes on",
@@ -270,17 +295,29 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
         yield from page.row("In", case.logs[index].path.name)
     yield from page.row("Since", f"event {head.since_seq}{f', {words.timestamp(since)}' if since is not None else ''}")
     yield from _consequences(incident, case, page)
+    jobs = sorted({job for finding in here for job in finding.jobs})
+    ranks = sorted({rank for finding in here for rank in finding.ranks})
+    concerned = [
+        f"{'request' if len(own) == 1 else 'requests'} {words.listed(own)}" if own else "",
+        f"store {'job' if len(jobs) == 1 else 'jobs'} {words.ranges(to_ranges(jobs))}" if jobs else "",
+        words.ranks(ranks) if ranks else "",
+        words.these_blocks(_grouped(blocks), 8) if blocks else "",
+        f"code {head.code}" if head.code and head.code not in head.title else "",
+    ]
+    affected = [name for name in suffering if name not in own]
+    single = len(case.incidents) == 1
     for label, value in (
-        ("Requests", words.listed(own)),
-        ("Affected", words.listed(name for name in suffering if name not in own)),
-        ("Jobs", words.listed(dict.fromkeys(job for finding in here for job in finding.jobs), 12)),
-        ("Ranks", words.ranges(to_ranges(sorted({rank for finding in here for rank in finding.ranks})))),
-        ("Blocks", words.blocks(_grouped(blocks), 8) if blocks else ""),
-        ("Code", head.code or ""),
+        ("Concerns", "; ".join(part for part in concerned if part)),
+        ("Affected", "; ".join([*([words.listed(affected)] if affected else []), *_elsewhere(incident, case)])),
+        ("Impact", "" if single else f"{impact(incident, case)}."),
         ("Culprit", head.culprit),
-        *(("Note", note) for finding in here for note in finding.notes[: None if finding is head else 1]),
+        *(
+            ("Note", note)
+            for _, finding in _members(incident, case)
+            for note in finding.notes[: None if finding is head else 2]
+        ),
         *_certainties(incident, case),
-        ("Do next", do_next(incident, case)),
+        ("Do next", "" if single else do_next(incident, case)),
     ):
         if value:
             yield from page.row(label, value)
@@ -288,19 +325,41 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
     yield from _evidence(incident, case, page)
 
 
+def _elsewhere(incident: Incident, case: Case) -> Iterator[str]:
+    """Yield the requests that an incident concerns in the other logs, engine by engine."""
+    index = case.findings[incident.head][0]
+    named: dict[int, dict[str, None]] = {}
+    for place in incident.members:
+        log, finding = case.findings[place]
+        if log != index:
+            named.setdefault(log, {}).update(dict.fromkeys(finding.requests))
+    for log, requests in named.items():
+        if requests:
+            yield f"{words.listed(requests)} of engine {engine(case, log)}"
+
+
 def do_next(incident: Incident, case: Case) -> str:
-    """Return what to do about an incident: about its cause, and then about what came of it."""
+    """Return what to do about an incident, and on which engine: what stops it first, then what clears up after it."""
     return " ".join(_steps(incident, case))
 
 
 def _steps(incident: Incident, case: Case) -> list[str]:
     index, head = case.findings[incident.head]
-    steps = {" ".join(part for part in (head.other_log, head.advice) if part): None}
-    for _, finding in _members(incident, case)[1:]:
+    steps: dict[tuple[int, str], None] = {(index, head.advice): None}
+    urgent: dict[tuple[int, str], None] = {}
+    for log, finding in _members(incident, case)[1:]:
         if finding.also:
-            steps.setdefault(finding.also)
-    # The commands that it tells to type are for this file.
-    return [step.replace(" FILE ", f" {case.logs[index].path} ") for step in steps]
+            # Blocks that leak run out; whose fault it was can be seen to later.
+            first = finding.kind == "leak" and head.kind in MISCOUNTED
+            (urgent if first else steps).setdefault((log, finding.also))
+    told = [head.other_log] if head.other_log else []
+    before = -1
+    for log, step in (*urgent, *steps):
+        # The commands that it tells to type are for this file.
+        named = step.replace(" FILE ", f" {case.logs[log].path} ")
+        told.append(named if log == before else f"On engine {engine(case, log)}: {named}")
+        before = log
+    return told
 
 
 def _members(incident: Incident, case: Case) -> list[tuple[int, Finding]]:
@@ -317,10 +376,29 @@ def _consequences(incident: Incident, case: Case, page: Page) -> Iterator[str]:
         if place == incident.head:
             continue
         alike = (finding.kind, finding.cause) == (head.kind, head.cause)
-        label = "Also" if alike else "Before" if place < incident.head else "Then"
+        # What began later in the same log, with the same work, came after it; that is all that "then" claims.
+        later = log == index and finding.kind != "torn_log" and finding.since_seq > (head.lead_seq or head.since_seq)
+        label = "Also" if alike else "Before" if place < incident.head else "Then" if later else "Beside"
         where = f" (in {case.logs[log].path.name})" if log != index else ""
-        told = finding.brief or finding.title
+        told = _settled_for_another(finding, head) or finding.brief or finding.title
         yield from page.row(label, f"{finding.kind.upper()} ({finding.certainty}): {told}{where}")
+
+
+def _settled_for_another(finding: Finding, head: Finding) -> str:
+    """Return what a leak is, when its report was counted for another job, or that of another one for it."""
+    counted = head.facts.get("miscounted")
+    if counted is None or finding.kind != "leak" or len(finding.jobs) != 1:
+        return ""
+    name = f"store job {finding.jobs[0]} of request {words.listed(finding.requests[:1])}"
+    held = words.plural(len(finding.blocks), "block")
+    if finding.jobs[0] == counted["report_of"]:
+        return (
+            f"{name} still holds {held}: its report of rank {counted['rank']} was counted for job "
+            f"{counted['counted_for']} (event {counted['seq']})"
+        )
+    if finding.jobs[0] == counted["counted_for"]:
+        return f"{name} still holds {held}: it was settled by a report that was not its own, and did not free them"
+    return ""
 
 
 def _certainties(incident: Incident, case: Case) -> Iterator[tuple[str, str]]:
@@ -328,6 +406,8 @@ def _certainties(incident: Incident, case: Case) -> Iterator[tuple[str, str]]:
     head = case.findings[incident.head][1]
     told: set[str] = set()
     for _, finding in _members(incident, case):
+        if finding.kind == "torn_log" and finding is not head:
+            continue  # its end is told with its log
         name = "" if finding is head else f"{finding.kind.upper()}: "
         if finding is not head and finding.kind == head.kind and finding.jobs:
             name = f"of job {words.listed(finding.jobs)}: "
@@ -352,6 +432,44 @@ def _keys(findings: Sequence[Finding], page: Page) -> Iterator[str]:
         yield from page.row("Keys", f"of job {jobs} ({finding.certainty}): {', '.join(keys[:SHOWN_KEYS])}{more}")
 
 
+def _shared(incident: Incident, case: Case) -> tuple[str, ...]:
+    """Return the transfer that an incident is about in more than one log, if it is one only."""
+    named = dict.fromkeys(name for _, finding in _members(incident, case) for name in finding.transfers)
+    shared = tuple(name for name in named if name in case.transfers)
+    return shared if len(shared) == 1 else ()
+
+
+def _one_time_line(logs: dict[int, dict[int, ev.Event]], transfer: str, case: Case, page: Page) -> Iterator[str]:
+    """Yield the events that show an incident and all of its transfer, of all logs, on one time axis."""
+    steps = case.transfers[transfer]
+    known = {(step.log, step.event.seq) for step in steps}
+    left = {log: [events[seq] for seq in sorted(events) if (log, seq) not in known] for log, events in logs.items()}
+    line: list[tuple[int, ev.Event, bool]] = []
+    following = {log: [step.event.seq for step in steps if step.log == log] for log in left}
+    for step in steps:
+        for log, own in left.items():
+            # What is no part of the transfer keeps its place in its own log, and is placed by the clock within that.
+            while own and own[0].seq < following[log][0] if following[log] else own:
+                if log != step.log and own[0].ts_ns > step.event.ts_ns:
+                    break
+                line.append((log, own.pop(0), False))
+        line.append((step.log, step.event, step.by_clock))
+        if step.log in following:
+            following[step.log].pop(0)
+    line += [(log, event, False) for log, events in left.items() for event in events]
+    doubtful = sum(by_clock for _, _, by_clock in line)
+    legend = ""
+    if doubtful > MARKED:
+        legend = "; only the clocks of the hosts say how the logs lie between each other"
+    elif doubtful:
+        legend = "; ?: only the clocks of two hosts say that it came after the line above"
+    yield from page.wrap("  ", f"Evidence: transfer {transfer}, the number of the log in front{legend}", hanging=4)
+    for log, event, by_clock in line[:KEPT_TIME_LINE]:
+        yield from page.event(f"{'?' if by_clock and doubtful <= MARKED else ' '} {log + 1} ", event)
+    if len(line) > KEPT_TIME_LINE:
+        yield from page.wrap("    ", f"{words.plural(len(line) - KEPT_TIME_LINE, 'event')} left out here")
+
+
 def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
     logs: dict[int, dict[int, ev.Event]] = {}
     blocks: dict[tuple[int, int], set[int]] = {}
@@ -365,12 +483,23 @@ def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
         logs.setdefault(index, {}).update((event.seq, event) for event in chain)
         for event in chain:
             blocks.setdefault((index, event.seq), set()).update(number for _, number in finding.blocks)
+    for transfer in _shared(incident, case):
+        yield from _one_time_line(logs, transfer, case, page)
+        return
+    unpinned = {
+        (index, job)
+        for index, finding in (case.findings[place] for place in incident.members)
+        for job in finding.facts.get("unpinned", ())
+    }
     for index, events in logs.items():
         yield from page.wrap("  ", f"Evidence{f' in {case.logs[index].path.name}' if len(case.logs) > 1 else ''}")
         places = sorted(events)
         left_out = len(places) - KEPT_EVIDENCE
         for place in places if left_out <= 0 else places[: KEPT_EVIDENCE // 2]:
-            yield from page.event("  ", *_about(events[place], blocks[index, place]))
+            event, note = _about(events[place], blocks[index, place])
+            if isinstance(event, ev.JobRegistered) and (index, event.job) in unpinned:
+                note = "; it pins no block: no pin_touched follows"
+            yield from page.event("  ", event, note)
         if left_out > 0:
             yield from page.wrap("    ", f"{words.plural(left_out, 'event')} left out here; --json names all")
             for place in places[-KEPT_EVIDENCE // 2 :]:
@@ -395,9 +524,7 @@ def transfer_section(transfer: str, steps: Sequence[Step], page: Page) -> Iterat
     yield from page.wrap("  ", "The first number of a line is that of its log.")
     if any(step.by_clock for step in steps):
         yield from page.wrap(
-            "  ",
-            "A line with ? is placed behind the one before it by the clocks of two hosts alone; nothing else orders "
-            "them.",
+            "  ", "? before a line: only the clocks of two hosts say that it came after the one above."
         )
     for step in steps:
         mark = "?" if step.by_clock else " "
@@ -451,7 +578,8 @@ def open_items(result: Result, taken: Taken) -> Iterator[str]:
         return f"{verb} {named} in the book only: they were given away too early, see incident {number}"
 
     for number, job in book.jobs.items():
-        waits = f"waits for {words.ranks(job.waiting)}" if job.waiting else "every rank has reported"
+        waits = "settled" if job.settled else "every rank has reported"
+        waits = f"waits for {words.ranks(job.waiting)}" if job.waiting else f"{waits}, and its blocks were not freed"
         kept = ", quarantined" if job.quarantined else ""
         yield (
             f"store job {number} of {words.request(job.request, job.generation)}: {age(job)}; {waits}; "
@@ -491,7 +619,10 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
     yield from page.wrap("", f"Story in numbers{name}{', each of them at least' if lost else ''}")
     if lost:
         yield from page.row("Lost", f"{lost}, which are not in these numbers")
-    reasons = ", ".join(f"{reason or 'no reason'} {number}" for reason, number in story.end_reasons.items())
+    reasons = ", ".join(
+        f"{END_REASONS.get(reason, reason or 'no reason')}{f' {number:,}' if len(story.end_reasons) > 1 else ''}"
+        for reason, number in story.end_reasons.items()
+    )
     yield from page.row(
         "Requests",
         f"{story.requests:,} queued, {story.finished:,} finished{f' ({reasons})' if reasons else ''}, "
@@ -504,7 +635,7 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
             f"{story.jobs:,} registered, {story.jobs_settled:,} settled ({story.jobs_failed:,} with a failed rank), "
             f"{story.jobs_skipped:,} skipped; at most {words.plural(story.most_pinned_blocks, 'block')} pinned at a "
             "time"
-            f"{_times('; blocks held', story.job_held)}",
+            f"{_times('; held until they were freed for', story.job_held)}",
         )
     if story.loads:
         yield from page.row(
@@ -512,8 +643,10 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
             f"{story.loads:,} planned, {story.loads_settled:,} settled ({story.loads_failed:,} failed), "
             f"{words.plural(story.tokens_loaded, 'token')} loaded{_times('; waited', story.load_waited)}",
         )
-    for op, calls in story.calls.items():
-        yield from page.row(f"{op.capitalize()}{'es' if op == 'push' else 's'}", _calls(calls))
+    opened = _open_calls(result)
+    for op in dict.fromkeys((*story.calls, *opened)):
+        label = f"{op.capitalize()}{'es' if op == 'push' else 's'}"
+        yield from page.row(label, _calls(story.calls.get(op, Calls()), opened.get(op, 0)))
     transfers = [
         f"{words.plural(story.kinds.get(kind, 0), word)}"
         for kind, word in (
@@ -529,14 +662,17 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
     if story.failures:
         most = sorted(story.failures.items(), key=lambda item: -item[1])[:5]
         yield from page.row("Failures", ", ".join(f"{code} on rank {rank}: {number}" for (code, rank), number in most))
-    slowest = [(slow, op) for op, calls in story.calls.items() for slow in calls.slowest]
+    slowest = [
+        (slow, op) for op, calls in story.calls.items() for slow in calls.slowest if _stands_out(slow, calls.durations)
+    ]
     if slowest:
         yield "  Slowest transfers"
         for slow, op in sorted(slowest, reverse=True)[:5]:
             yield from page.wrap("    ", _slow(slow, op), hanging=6)
-    if story.slowest_loads:
+    slow_loads = [slow for slow in story.slowest_loads if _stands_out(slow, story.load_waited)]
+    if slow_loads:
         yield "  Slowest loads"
-        for slow in story.slowest_loads:
+        for slow in slow_loads:
             yield from page.wrap(
                 "    ",
                 f"{words.span(slow.duration_ns)}: {slow.what} of request {slow.request}, event {slow.seq}",
@@ -576,17 +712,42 @@ def _interest(case: Case) -> str:
 def _times(label: str, durations: Durations) -> str:
     if not durations.number:
         return ""
-    return (
-        f"{label} {words.span(durations.percentile_ns(50))} at the median, {words.span(durations.longest_ns)} at most"
-    )
+    longest = words.span(durations.longest_ns)
+    if words.span(durations.shortest_ns) == longest:
+        return f"{label} {longest}{' each' if durations.number > 1 else ''}"
+    if durations.number == 2:
+        return f"{label} {words.span(durations.shortest_ns)} and {longest}"
+    return f"{label} {words.span(durations.percentile_ns(50))} at the median, {longest} at most"
 
 
-def _calls(calls: Calls) -> str:
+def _stands_out(slow: Slow, durations: Durations) -> bool:
+    """Return whether one of the slowest tells more than the median and the longest beside it."""
+    return durations.number >= 3 and slow.duration_ns > 1.2 * durations.percentile_ns(50)
+
+
+def _open_calls(result: Result) -> Counter[str]:
+    """Return how many calls have not returned, by sort, as far as the work that they are for is open."""
+    trail = result.trail
+    counted: Counter[str] = Counter()
+    for chains in (trail.jobs, trail.loads, trail.sends, trail.recvs):
+        for chain in chains.values():
+            calls: dict[tuple[str, int, str], str] = {}
+            for event in chain:
+                if isinstance(event, ev.TransferStarted):
+                    calls[event.transfer, event.rank, event.peer] = event.op
+                elif isinstance(event, ev.TransferFinished):
+                    calls.pop((event.transfer, event.rank, event.peer), None)
+            counted.update(calls.values())
+    return counted
+
+
+def _calls(calls: Calls, opened: int) -> str:
     asked = f" for {words.plural(calls.keys, 'key')}" if calls.keys else ""
     moved = f", {words.size(calls.bytes)} moved" if calls.bytes or calls.keys else ""
     keys = f" ({words.plural(calls.failed_keys, 'key')})" if calls.failed_keys else ""
     failed = f", {calls.failed_calls:,} failed{keys}" if calls.failed_calls else ""
-    return f"{words.plural(calls.calls, 'call')}{asked}{moved}{failed}{_times(';', calls.durations)}"
+    more = f"; {opened:,}{' more' if calls.calls else ''} without a return in this log" if opened else ""
+    return f"{words.plural(calls.calls, 'call')}{asked}{moved}{failed}{_times('; took', calls.durations)}{more}"
 
 
 def _slow(slow: Slow, op: str) -> str:

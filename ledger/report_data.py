@@ -9,6 +9,7 @@ from typing import Any
 from ledger import report, words
 from ledger.blast import BlastRadius
 from ledger.case import Case, LogResult
+from ledger.impact import impact
 from ledger.incidents import Incident
 from ledger.replay import Result
 from ledger.story import Calls, Durations
@@ -85,6 +86,7 @@ def _incident_data(incident: Incident, case: Case) -> dict[str, Any]:
         "culprit": head.culprit,
         "proven": head.shown,
         "not_proven": "; ".join(part for part in (head.doubt, head.inferred) if part),
+        "impact": impact(incident, case),
         "do_next": report.do_next(incident, case),
     }
 

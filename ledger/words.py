@@ -201,6 +201,11 @@ def _work(event: Any) -> str:
     )
 
 
+def _late(event: ev.ReportIgnored) -> str:
+    of = f" of request {event.request}" if event.request else ""
+    return f"{event.what} {event.transfer or (event.load if event.load >= 0 else '')}".rstrip() + of
+
+
 def _run(event: ev.RequestScheduled | ev.RequestResumed) -> str:
     verb = "resumed" if isinstance(event, ev.RequestResumed) else "scheduled"
     return (
@@ -227,7 +232,8 @@ def _call(event: ev.TransferStarted | ev.TransferFinished) -> str:
     if event.job < 0 and event.load < 0:
         peer = f" with {event.peer}" if event.peer else ""
         return f"{event.op} of {event.transfer}{peer}"
-    return f"{call_of_its_rank(event.op, event.transfer, event.rank)} for {_work(event)}"
+    whose = f" of request {event.request}" if event.load >= 0 and event.request else ""
+    return f"{call_of_its_rank(event.op, event.transfer, event.rank)} for {_work(event)}{whose}"
 
 
 _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
@@ -253,7 +259,7 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
     ),
     ev.BlocksFreed: lambda e: f"job {e.job} freed {these_blocks(e.blocks)}",
     ev.LookupAnswered: lambda e: (
-        f"the store holds {plural(e.hit_tokens, 'token')} of {request(e.request, e.generation)} beyond "
+        f"the lookup of {request(e.request, e.generation)} answered {plural(e.hit_tokens, 'token')} beyond "
         f"{e.local_tokens:,} held locally"
     ),
     ev.LookupDeferred: lambda e: (
@@ -275,7 +281,10 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
         f"load {e.load} settled: {e.outcome}{f'; {rank_runs(e.missing)} had not answered' if e.missing else ''}"
     ),
     ev.LoadRecovered: lambda e: f"after load {e.load}, {request(e.request, e.generation)}: {e.action}",
-    ev.ReportIgnored: lambda e: f"a late result of a {e.what} was ignored: {e.why}",
+    ev.ReportIgnored: lambda e: (
+        f"a late result{f' of rank {e.rank}' if e.rank >= 0 else ''} for {_late(e)}"
+        f"{f', failed with {e.code},' if e.code else ''} was ignored: {e.why}"
+    ),
     ev.SendRegistered: lambda e: (
         f"{request(e.request, e.generation)} will be sent as {e.transfer}; {rank_runs(e.ranks)} must report"
     ),
@@ -295,7 +304,10 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
         f"{request(e.request, e.generation)} waits for {e.transfer} from prefill engine {e.prefill or '(unknown)'}: "
         f"{these_blocks(e.blocks)}, {rank_runs(e.ranks)}"
     ),
-    ev.PeersNamed: lambda e: f"rank {e.rank} asks {', '.join(e.peers)} for {e.transfer}",
+    ev.PeersNamed: lambda e: (
+        f"rank {e.rank} asks {'worker' if len(e.peers) == 1 else 'workers'} {', '.join(e.peers)} of the prefill for "
+        f"{e.transfer}"
+    ),
     ev.PeerSettled: lambda e: (
         f"{e.peer or 'the search for peers'} settled {e.transfer} for rank {e.rank}: {e.outcome}{_because(e)}"
     ),

@@ -60,6 +60,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         brief: the title in fewer words, where it is long.
         other_log: what the log of the other side would tell; moot once it is replayed together with this one.
         also: what is to be done about it as well, when it is the consequence of another finding.
+        impact: who suffers from it and how, as far as the log shows: clauses that `;` may join.
     """
 
     kind: str
@@ -87,6 +88,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     also: str = ""
     brief: str = ""
     other_log: str = ""
+    impact: tuple[str, ...] = ()
 
     @property
     def transfers(self) -> tuple[str, ...]:

@@ -28,6 +28,12 @@ REPORT_STEPS = 16
 """Steps within which a rank's report must have come once its call has ended. Reports travel with the next step;
 pipelines and asynchronous scheduling add a few."""
 
+BLOCKED_NS = 1_000_000_000
+"""A request that waits to run for less than this, in nanoseconds, has only just come."""
+
+KEPT_BLOCKED = 3
+"""Of the requests that wait to run, those whose last event is shown."""
+
 REPORT_NS = 1_000_000_000
 """And time, in nanoseconds: steps of an idle engine take microseconds."""
 
@@ -166,9 +172,45 @@ def evidence(wait: Wait) -> list[ev.Event]:
     return shown if len(shown) <= 12 else [*shown[:6], *shown[-6:]]
 
 
-def blocked_requests(trail: Trail) -> list[str]:
-    """Return the requests that wait and hold nothing: what is stuck behind work that holds the blocks."""
-    return [name for name, record in trail.state.book.requests.items() if record.state in ("queued", "preempted")]
+def blocked_requests(trail: Trail, end: End) -> dict[str, ev.Event]:
+    """Return the requests that wait to run and hold nothing, each with its last event.
+
+    They may be stuck behind work that holds the blocks. One that has only just come is not among them.
+    """
+    chains = trail.requests
+    return {
+        name: chains[name][-1]
+        for name, record in trail.state.book.requests.items()
+        if record.state in ("queued", "preempted")
+        and chains.get(name)
+        and end.now_mono_ns - chains[name][-1].mono_ns >= BLOCKED_NS
+    }
+
+
+def waiting_behind(blocked: dict[str, ev.Event], end: End) -> tuple[str, ...]:
+    """Return who waits to run at the end, and for how long: what a finding about held blocks says of its impact."""
+    if not blocked:
+        return ()
+    longest = words.span(max(end.now_mono_ns - event.mono_ns for event in blocked.values()))
+    if len(blocked) == 1:
+        return (f"request {next(iter(blocked))} had waited to run for {longest}",)
+    return (f"{len(blocked):,} requests had waited to run, one of them for {longest}",)
+
+
+def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev.Event, ...]:
+    """Return events of a log in its order, each once."""
+    found = {event.seq: event for event in (*chain, *more)}
+    return tuple(found[seq] for seq in sorted(found))
+
+
+def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
+    """Return how the request of a wait ended after the wait had begun, and that in words; None if it lives."""
+    ended = trail.ended.get(wait.request)
+    if ended is None or ended.seq < wait.since_seq or wait.request in trail.state.book.requests:
+        return None
+    verb = "was aborted" if isinstance(ended, ev.RequestAborted) else "ended"
+    after = f" after {words.span(ended.mono_ns - wait.chain[0].mono_ns)}" if wait.chain else ""
+    return ended, f"{verb}{after}"
 
 
 def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:

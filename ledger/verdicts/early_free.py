@@ -209,7 +209,15 @@ class EarlyFree(RuleVerdict):
                 lead_seq=each.event.seq,
                 chain=tuple(shown[seq] for seq in sorted(shown)),
                 facts={"transfers": [name]} if what == "transfer" else {},
+                impact=(f"the answer of {_at_risk(each)} may be wrong",),
             )
+
+
+def _at_risk(each: _Released) -> str:
+    """Return whose KV may be wrong: of who runs on the blocks, or of whoever gets them."""
+    if isinstance(each.event, ev.TransferStarted | ev.TransferFinished):
+        return "whoever got these blocks, or loads what was stored from them,"
+    return f"request {each.event.request}"
 
 
 def _after(chain: Chain, event: ev.Event) -> list[ev.Event]:

@@ -51,7 +51,7 @@ class LateEvent(RuleVerdict):
             yield Finding(
                 kind="late_event",
                 certainty="proven",
-                title=f"a result for {subject} came too late and was ignored: {why}{times}",
+                title=f"{_result(first, subject)} came too late and was ignored: {why}{times}",
                 since_seq=first.seq,
                 requests=tuple(dict.fromkeys(event.request for event in late if event.request)),
                 ranks=tuple(sorted({event.rank for event in late if event.rank >= 0})),
@@ -63,6 +63,14 @@ class LateEvent(RuleVerdict):
                 loads=tuple(dict.fromkeys(event.load for event in late if event.load >= 0)),
                 facts={"transfers": list(dict.fromkeys(event.transfer for event in late if event.transfer))},
             )
+
+
+def _result(event: ev.ReportIgnored, subject: str) -> str:
+    """Return what came and from whom, and that it was a failure, as far as the event says."""
+    who = f" of rank {event.rank}" if event.rank >= 0 else ""
+    if event.code:
+        return f"a failed result{who} for {subject}, {event.code},"
+    return f"a result{who} for {subject}"
 
 
 def _advice(event: ev.Event, end: End) -> str:

@@ -19,7 +19,18 @@ from ledger import words
 from ledger.blocks import Blocks, count
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._waits import Wait, blocked_requests, certainty, describe, evidence, never_answered, waits
+from ledger.verdicts._waits import (
+    KEPT_BLOCKED,
+    Wait,
+    blocked_requests,
+    certainty,
+    describe,
+    evidence,
+    never_answered,
+    waiting_behind,
+    waits,
+    with_events,
+)
 
 OTHER_LOG = (
     "Replay the decode engine's log together with this one: it shows whether the request arrived there, and asked."
@@ -76,7 +87,7 @@ class Leak(Verdict):
         ended = [view.last for view in first.doing("ended") if isinstance(view.last, ev.TransferFinished)]
         failed = [last for last in ended if last.outcome != "ok"]
         violated = [event for event in first.chain if isinstance(event, ev.InvariantViolated)]
-        blocked = [name for name in blocked_requests(self.trail) if name != first.request]
+        blocked = {name: event for name, event in blocked_requests(self.trail, end).items() if name != first.request}
         told = self._told(first, violated)
         held = words.plural(sum(count(wait.blocks) for wait in group), "block")
         more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
@@ -103,7 +114,8 @@ class Leak(Verdict):
             shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
             if doubt
             else "",
-            chain=tuple(evidence(first)),
+            chain=with_events(evidence(first), list(blocked.values())[:KEPT_BLOCKED]),
+            impact=waiting_behind(blocked, end),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
             also=""
             if _goes_on(end)
@@ -121,7 +133,10 @@ class Leak(Verdict):
             settled = "had not settled by then" if _goes_on(end) else "did not settle in this log"
             return f"{settled}: no report of {words.ranks(first.ranks)} in {open_for}"
         freed = "had not freed its blocks by then" if _goes_on(end) else "did not free its blocks in this log"
-        return f"{freed}, although every rank has reported; open for {open_for}"
+        settled = next((event for event in first.chain if isinstance(event, ev.JobSettled)), None)
+        how = f"settled at event {settled.seq} and " if settled is not None else ""
+        why = "" if settled is not None else ", although every rank has reported"
+        return f"{how}{freed}{why}; open for {open_for}"
 
     @staticmethod
     def _told(first: Wait, violated: list[ev.InvariantViolated]) -> list[str]:
@@ -187,6 +202,13 @@ class Leak(Verdict):
             advice="Let the router tell the prefill engine when it gives a request up. Nothing is held any more.",
             other_log=OTHER_LOG,
             inferred=inferred,
+            impact=(
+                f"the blocks of send {event.transfer} were held in vain for {words.span(held_ns)} and are free again",
+            )
+            if self._expired_count == 1
+            else (
+                f"the blocks of {self._expired_count:,} sends were held in vain until they expired, and are free again",
+            ),
             lead_seq=event.seq,
             chain=(*first.chain, event),
             facts={"transfers": [each.event.transfer for each in self._expired]},

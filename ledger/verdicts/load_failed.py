@@ -30,6 +30,12 @@ STORE_LEASE_S = 5.0
 KEPT_LOADS = 500
 """Failed loads of one code that are looked at; more of them say nothing new."""
 
+KEPT_RECOVERED = 2000
+"""Loads and transfers of which it is remembered what became of their requests."""
+
+TOLD_LOADS = 3
+"""Failed loads that are told rank by rank."""
+
 KEPT_PUTS = 4096
 """Calls whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
 
@@ -47,6 +53,7 @@ class _Failed(msgspec.Struct):
         looked_up: the lookup that promised the hit.
         calls: its calls on all ranks, begun and ended. Evidence comes in late, so some may follow after it has settled.
         put: the call that had stored a key that is gone, if this log has it.
+        by_rank: what each rank answered, in words, for the first few.
     """
 
     load: int
@@ -59,6 +66,7 @@ class _Failed(msgspec.Struct):
     looked_up: ev.LookupAnswered | None
     calls: list[ev.TransferStarted | ev.TransferFinished]
     put: ev.TransferStarted | None = None
+    by_rank: str = ""
 
     @property
     def failure(self) -> ev.RankLoaded:
@@ -103,7 +111,7 @@ class LoadFailed(Verdict):
         self._count: dict[str, int] = {}
         self._loaded_ranks: set[int] = set()
         self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
-        self._recovered: dict[str, int] = {}
+        self._became: dict[int | str, str] = {}
         self._promised: dict[int, ev.LookupAnswered] = {}
         self._late: dict[int, _Failed] = {}
 
@@ -141,8 +149,14 @@ class LoadFailed(Verdict):
             self._loaded_ranks.add(event.rank)
 
     def on_load_recovered(self, event: ev.LoadRecovered) -> None:
-        """Count what became of the requests."""
-        self._recovered[event.action] = self._recovered.get(event.action, 0) + 1
+        """Note what became of the request of a load."""
+        if len(self._became) < KEPT_RECOVERED:
+            self._became[event.load] = event.action
+
+    def on_recv_recovered(self, event: ev.RecvRecovered) -> None:
+        """Note what became of the request of a transfer."""
+        if len(self._became) < KEPT_RECOVERED:
+            self._became[event.transfer] = event.action
 
     def on_recv_failed(self, event: ev.RecvFailed) -> None:
         """Take a failed transfer from a prefill engine."""
@@ -169,7 +183,7 @@ class LoadFailed(Verdict):
         self._count[code] = self._count.get(code, 0) + 1
         known = self._failed.setdefault(code, [])
         if len(known) < KEPT_LOADS:
-            known.append(self._take(event, chain, failures, promised))
+            known.append(self._take(event, chain, failures, promised, len(known)))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each code; of transfers for each stage, too, where a code has another cause."""
@@ -179,7 +193,12 @@ class LoadFailed(Verdict):
             yield self._transfers(code, stage, failures)
 
     def _take(
-        self, event: ev.LoadSettled, chain: Chain, failures: list[ev.RankLoaded], promised: ev.LookupAnswered | None
+        self,
+        event: ev.LoadSettled,
+        chain: Chain,
+        failures: list[ev.RankLoaded],
+        promised: ev.LookupAnswered | None,
+        told: int,
     ) -> _Failed:
         planned = next((each for each in chain if isinstance(each, ev.LoadPlanned)), None)
         registered = next((each for each in chain if isinstance(each, ev.LoadRegistered)), None)
@@ -194,6 +213,8 @@ class LoadFailed(Verdict):
             looked_up=promised,
             calls=[each for each in chain if isinstance(each, ev.TransferStarted | ev.TransferFinished)],
         )
+        if told < TOLD_LOADS:
+            failed.by_rank = _by_rank([each for each in chain if isinstance(each, ev.RankLoaded)], failures[0].code)
         self._find_put(failed)
         self._late[event.load] = failed
         if len(self._late) > KEPT_LATE:
@@ -206,7 +227,7 @@ class LoadFailed(Verdict):
         kind, how, culprit, advice, doubt, shown, inferred = "load_failed", "", "", "", "", "", ""
         if same_ranks:
             how = f", always on {words.ranks(first.ranks)}, which loaded nothing in this log"
-            culprit = f"systematic: the lookup promises keys that {words.ranks(first.ranks)} cannot load"
+            culprit = f"concluded: systematic: the lookup promises keys that {words.ranks(first.ranks)} cannot load"
             shown = "who failed each time, and who did not"
             inferred = "that the lookup does not ask for the keys of these ranks; its own settings would tell"
             advice = "See whose keys the lookup asks for: it must ask for those of every rank that loads."
@@ -228,12 +249,12 @@ class LoadFailed(Verdict):
             culprit = f"{words.ranks(ranks)}: {why}"
             advice = f"{_action(code)} The worker log of {words.ranks(ranks)} at {_at(first.failure)} has the error."
         number = self._count[code]
-        recovered = ", ".join(f"{action} {times}" for action, times in self._recovered.items())
         events = [first.put, first.looked_up, first.planned, first.call, first.failure, first.settled]
         return Finding(
             kind=kind,
             certainty="suspected" if doubt else "proven",
             title=f"{words.plural(number, 'load')} failed with {code}{how}",
+            impact=_impact([self._became.get(each.load, "") for each in failed], number),
             since_seq=first.planned.seq if first.planned is not None else first.failure.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed if each.request)),
             blocks=listed(tuple(part for each in failed for part in (each.planned.blocks if each.planned else ()))),
@@ -245,7 +266,11 @@ class LoadFailed(Verdict):
             doubt=doubt,
             facts={"keys": list(dict.fromkeys(key for each in failed[:20] for key in each.keys))},
             chain=tuple(event for event in events if event is not None),
-            notes=(f"what became of the requests of all failed loads: {recovered}",) if recovered else (),
+            notes=tuple(
+                f"load {each.load} of request {each.request}: {each.by_rank}"
+                for each in failed[:TOLD_LOADS]
+                if each.by_rank and (len(failed) > 1 or len(each.all_ranks) > 1)
+            ),
             loads=tuple(each.load for each in failed),
             shown=shown,
             inferred=inferred,
@@ -281,6 +306,7 @@ class LoadFailed(Verdict):
             lead_seq=first.seq,
             chain=(*self._before[code, stage][:6], *failed[:6]),
             facts={"transfers": [each.transfer for each in failed]},
+            impact=_impact([self._became.get(each.transfer, "") for each in failed], number),
         )
 
     @staticmethod
@@ -313,6 +339,42 @@ class LoadFailed(Verdict):
             "See the log of the store's master at that time.",
             "",
         )
+
+
+def _by_rank(answers: list[ev.RankLoaded], known: str) -> str:
+    """Return what each rank answered, ranks that said the same as one: `ranks 0-1 loaded, events 14, 15; ...`.
+
+    A code is told if it is not the `known` one.
+    """
+    alike: dict[str, list[ev.RankLoaded]] = {}
+    for answer in answers:
+        keys = f" {words.plural(answer.failed_keys, 'key')}" if answer.failed_keys else ""
+        code = f" ({answer.code})" if answer.code and answer.code != known else ""
+        alike.setdefault(f"{answer.outcome}{keys}{code}", []).append(answer)
+    told: list[str] = []
+    for how, group in alike.items():
+        seqs = words.listed([answer.seq for answer in group], 4)
+        told.append(
+            f"{words.ranks([answer.rank for answer in group])} {how}, {'event' if len(group) == 1 else 'events'} {seqs}"
+        )
+    return "; ".join(told)
+
+
+def _impact(became: list[str], number: int) -> tuple[str, ...]:
+    """Return what became of the requests of `number` failures, of which `became` are known one by one."""
+    who = {1: "it was", 2: "both were"}.get(number, f"all {number:,} were")
+    if set(became) == {"recomputed"} and len(became) == number:
+        return (f"no request failed: {who} recomputed, which costs time only",)
+    counted: dict[str, int] = {}
+    for each in became:
+        counted[each] = counted.get(each, 0) + 1
+    said = {"recomputed": "recomputed", "failed": "ended with an error", "gone": "had ended before"}
+    told = [f"{counted[each]:,} {word}" for each, word in said.items() if each in counted]
+    unknown = number - sum(counted.get(each, 0) for each in said)
+    told += [f"of {unknown:,} it is not known"] if unknown else []
+    if unknown == number:
+        return (f"what became of {'its request' if number == 1 else 'their requests'} is not in this log",)
+    return (f"of the requests of {words.plural(number, 'failed load')}: {', '.join(told)}",)
 
 
 def _is_failure(event: ev.Event) -> bool:

@@ -154,6 +154,7 @@ class Poison(Verdict):
         self._tainted: dict[str, _Hit] = {}
         self._moved: dict[str, list[_Hit]] = {}
         self._loaders: dict[str, list[ev.TransferStarted]] = {}
+        self._loading: dict[Call, list[ev.TransferFinished]] = {}
         self._loader_count = 0
         self._caught: dict[tuple[int, int], list[ev.PoisonCaught]] = {}
 
@@ -293,9 +294,13 @@ class Poison(Verdict):
                 if key in self._tainted and self._loader_count < KEPT_LOADERS:
                     self._loader_count += 1
                     self._loaders.setdefault(key, []).append(event)
+                    self._loading.setdefault((event.transfer, event.rank, event.peer), [])
 
     def on_transfer_finished(self, event: ev.TransferFinished) -> None:
-        """Close the calls that were judged."""
+        """Close the calls that were judged, and those that loaded a tainted key."""
+        loading = self._loading.get((event.transfer, event.rank, event.peer))
+        if loading is not None:
+            loading.append(event)
         if not self._open:
             return
         for hit in self._open.pop((event.transfer, event.rank, event.peer), ()):
@@ -423,7 +428,9 @@ class Poison(Verdict):
         caught = [event for hit in told for event in hit.caught]
         given = first.grant
         events = [work.began, given.lost_by, given.released, grant, given.written, given.ran, first.started]
-        events += [first.finished, *first.answers, *loads[:4], *caught[:4]]
+        loads_ended = [end for load in loads for end in self._loading.get((load.transfer, load.rank, load.peer), ())]
+        events += [first.finished, *first.answers, *loads[:4], *loads_ended[:4], *caught[:4]]
+        writes = () if reads else owners
         chain = {event.seq: event for event in events if event is not None}
         return Finding(
             kind="poison",
@@ -446,7 +453,9 @@ class Poison(Verdict):
             chain=tuple(chain[seq] for seq in sorted(chain)),
             notes=tuple(self._time_line(told)),
             brief=brief,
+            impact=_impact(loaders, writes, keys, proven=bool(proven)),
             facts={
+                **({"unpinned": [work.job]} if work.job >= 0 and not work.pinned else {}),
                 **({"transfers": [work.transfer]} if work.transfer else {}),
                 "tainted": [
                     {
@@ -517,7 +526,9 @@ class Poison(Verdict):
     @staticmethod
     def _culprit(work: _Work) -> str:
         if work.job >= 0 and not work.pinned:
-            return f"{work.name} held no references on its blocks, so vLLM gave them away while it was queued"
+            return (
+                f"{work.name} held no references on its blocks; concluded: so vLLM gave them away while it was queued"
+            )
         if work.job >= 0:
             return f"{work.name} is recorded as pinning its blocks, and vLLM's pool gave them away all the same"
         return f"the blocks of {work.name} were freed before everybody who may write into them had settled"
@@ -526,8 +537,9 @@ class Poison(Verdict):
     def _advice(work: _Work, keys: list[str]) -> str:
         if keys:
             return (
-                "Remove the keys from the store, or change cache_prefix: nothing heals them. See who read them with "
-                f"`kvledger blast-radius FILE --job {work.job}`."
+                "Give all engines that share the store a new cache_prefix, so that nobody loads the keys any more: "
+                "nothing heals them. Then find who read them, and remove them: "
+                f"`kvledger blast-radius FILE --job {work.job} --keys`, and docs/oncall.md section 4."
             )
         return "Do not trust the output of the new owner, and reset the prefix cache."
 
@@ -563,12 +575,30 @@ class Poison(Verdict):
             until = f"until event {released.seq}" if released is not None else f"until event {grant.seq} at the latest"
             ended = f"to {finished.seq}" if finished is not None else "on, with no return in this log"
             call = words.call(hit.started.op, hit.started.transfer, hit.started.rank)
+            later_ns = hit.started.ts_ns - grant.ts_ns
+            later = f" began {words.span(later_ns)} later and" if later_ns > 0 else ""
             yield (
                 f"{words.these_blocks(_grouped(hit.blocks))} belonged to "
                 f"{words.request(hit.work.request, hit.work.generation)} {until}, and to "
                 f"{words.request(grant.request, grant.generation)} from event {grant.seq} on; {call} for "
-                f"{hit.work.name} lasted from event {hit.started.seq} {ended}"
+                f"{hit.work.name}{later} lasted from event {hit.started.seq} {ended}"
             )
+
+
+def _impact(loaders: list[str], writes: Iterable[str], keys: list[str], *, proven: bool) -> tuple[str, ...]:
+    """Return whose answers are wrong: of those who loaded the keys, and of those whose blocks were written over."""
+    sure = "is unreliable" if proven else "may be wrong"
+    sures = "are unreliable" if proven else "may be wrong"
+    told: list[str] = []
+    written = "was written over" if proven else "may have been written over"
+    for names, how in ((loaders, "which loaded these keys"), (list(writes), f"whose KV {written}")):
+        if len(names) == 1:
+            told.append(f"the answer of request {names[0]}, {how}, {sure}")
+        elif names:
+            told.append(f"the answers of {len(names)} requests ({words.listed(names)}), {how}, {sures}")
+    if keys:
+        told.append("so is that of whoever loads them later" if loaders else "whoever loads the keys gets wrong KV")
+    return tuple(told)
 
 
 def _key(event: ev.TransferStarted) -> tuple[str, int | str]:

@@ -71,6 +71,7 @@ class RetryLoop(Verdict):
         requests = list(self._loops)
         first = self._loops[requests[0]]
         more = f" and {words.plural(len(requests) - 1, 'more request')}" if len(requests) > 1 else ""
+        who = "the request got" if len(requests) == 1 else f"{len(requests):,} requests got"
         yield Finding(
             kind="retry_loop",
             certainty="proven",
@@ -86,6 +87,7 @@ class RetryLoop(Verdict):
             inferred="why the loads fail; the failed loads that are told with this one say what is known",
             advice="Set load_max_cycles above 0, so that such a request is computed; then see why the load fails.",
             lead_seq=first.chain[0].seq,
+            impact=(f"{who} nowhere for {first.number} rounds, which costs time only, as far as this log goes",),
             chain=tuple(first.chain),
             loads=tuple(event.load for event in first.chain if isinstance(event, ev.LoadPlanned)),
         )

@@ -10,6 +10,8 @@ late report of the old job is taken for the new one. Proven in two ways, and sil
 from collections.abc import Iterable
 from typing import ClassVar
 
+import msgspec
+
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
@@ -17,6 +19,9 @@ from ledger.trail import End, Trail
 from ledger.verdicts import Finding
 from ledger.verdicts._rules import RuleVerdict
 from ledger.verdicts._stale import Owed, owed_by_an_older_job
+from ledger.verdicts._waits import with_events
+
+KEPT_CHAIN = 12
 
 KEPT_CANDIDATES = 1000
 """Reports that may turn out to be stale. Each goes away as soon as the older job gets its own."""
@@ -64,6 +69,12 @@ class StaleCompletion(RuleVerdict):
         """Take a second report that an older job is owed."""
         super().refused(event, refusal)
         if isinstance(event, ev.RankCompleted):
+            known = self._proven.get((event.job, event.rank))
+            if known is not None:  # the job's own report, for which no answer is open any more
+                self._proven[event.job, event.rank] = msgspec.structs.replace(
+                    known, chain=with_events(known.chain, [event])[:KEPT_CHAIN]
+                )
+                return
             owed = owed_by_an_older_job(self.trail, event)
             if owed is not None:
                 first = self._candidates.pop((event.job, event.rank), (None, owed))[0]
@@ -101,7 +112,8 @@ class StaleCompletion(RuleVerdict):
         life = self.trail.requests.get(owed.request, [])
         preempted = [each for each in life if isinstance(each, ev.RequestPreempted) and each.seq > owed.registered.seq]
         younger = self.trail.jobs.get(job, [])[:1]
-        events = [owed.registered, *preempted[:1], *younger, owed.ended, first, shown_by]
+        settled = [each for each in self.trail.jobs.get(job, []) if isinstance(each, ev.JobSettled)]
+        events = [owed.registered, *preempted[:1], *younger, owed.ended, first, *settled, shown_by]
         shown = {event.seq: event for event in events if event is not None}
         since = first if first is not None else shown_by
         request = words.request(owed.request, owed.generation)
@@ -115,8 +127,12 @@ class StaleCompletion(RuleVerdict):
                 requests=(owed.request,),
                 jobs=(owed.job, job),
                 ranks=(rank,),
-                culprit=f"reports are not kept by job: that of job {owed.job} came late and was given to job {job}",
-                advice=("Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id)."),
+                culprit=(
+                    f"concluded: reports are not kept by job: that of job {owed.job} came late and was given to job "
+                    f"{job}"
+                ),
+                advice="Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id).",
+                facts={"miscounted": {"rank": rank, "report_of": owed.job, "counted_for": job, "seq": since.seq}},
                 lead_seq=since.seq,
                 chain=tuple(shown[seq] for seq in sorted(shown)),
             ),

@@ -12,20 +12,27 @@ and no finding.
 from collections.abc import Iterable
 from typing import ClassVar
 
+from ledger import events as ev
 from ledger import words
-from ledger.trail import End
+from ledger.trail import End, Trail
 from ledger.verdicts import Finding, Verdict, listed
 from ledger.verdicts._ends import is_hard
 from ledger.verdicts._waits import (
+    KEPT_BLOCKED,
     STALL_SUSPECT_S,
     Wait,
     blocked_requests,
     certainty,
     describe,
+    ended_request,
     evidence,
     never_answered,
+    waiting_behind,
     waits,
+    with_events,
 )
+
+KEPT_IGNORED = 200
 
 OTHER_LOG = (
     "Replay the prefill engine's log together with this one: it shows whether it was asked, and whether it sent."
@@ -36,6 +43,15 @@ class Stall(Verdict):
     """Loads, recvs and jobs that wait for a rank or a peer, and an engine that waits for nothing."""
 
     kinds: ClassVar[tuple[str, ...]] = ("stall",)
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__(trail)
+        self._ignored: dict[str, ev.ReportIgnored] = {}
+
+    def on_report_ignored(self, event: ev.ReportIgnored) -> None:
+        """Note an answer that was not taken; what it answered may stay open for ever."""
+        if len(self._ignored) < KEPT_IGNORED:
+            self._ignored[event.transfer or f"load {event.load}"] = event
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each set of missing ranks, the oldest wait in front."""
@@ -60,7 +76,7 @@ class Stall(Verdict):
             if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
         ]
         holding = [*dict.fromkeys(wait.request for wait in group)]
-        blocked = [name for name in blocked_requests(self.trail) if name not in holding]
+        blocked = {name: event for name, event in blocked_requests(self.trail, end).items() if name not in holding}
         told = self._told(first)
         if behind and first.doing("in_call"):
             told.append(f"jobs behind the same call: {words.listed(behind)}")
@@ -69,7 +85,7 @@ class Stall(Verdict):
         return Finding(
             kind="stall",
             certainty=certain,
-            title=self._title(group),
+            title=self._title(group, doubtful=bool(doubt) and not first.blind),
             since_seq=first.since_seq,
             requests=(*holding, *blocked),
             suffering=tuple(blocked),
@@ -80,29 +96,59 @@ class Stall(Verdict):
             culprit="; ".join(told),
             advice=self._advice(first, end),
             other_log=OTHER_LOG if first.what == "recv" else "",
-            also=f"The blocks of {first.name} come back only with the answer, or with a restart."
+            also=f"The blocks of {first.name} come back only with a restart of the engine."
             if end.how == "closed"
             else "",
+            impact=(*self._impact(group), *waiting_behind(blocked, end)),
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
             shown=self._shown(first, end) if doubt else "",
-            chain=tuple(evidence(first)),
+            chain=with_events(
+                evidence(first),
+                [*self._ends_of(group), *list(blocked.values())[:KEPT_BLOCKED]],
+            ),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
         )
 
-    @staticmethod
-    def _title(group: list[Wait]) -> str:
+    def _ends_of(self, group: list[Wait]) -> list[ev.Event]:
+        """Return how the requests ended whose waits go on, and the answers that came and were not taken."""
+        ends = [ended[0] for wait in group if (ended := ended_request(self.trail, wait)) is not None]
+        ignored = [event for wait in group if (event := self._ignored.get(wait.transfer or wait.name)) is not None]
+        return [*ends[:4], *ignored[:4]]
+
+    def _impact(self, group: list[Wait]) -> Iterable[str]:
+        """Yield what became of the requests that waited."""
+        if group[0].what == "job":
+            return
+        for wait in group[:3]:
+            ended = ended_request(self.trail, wait)
+            if ended is not None:
+                yield f"request {wait.request} {ended[1]} without its KV"
+            elif wait.request in self.state.book.requests:
+                yield f"request {wait.request} hangs: it has waited for {words.span(wait.open_ns)}"
+        if len(group) > 3:
+            yield f"{words.plural(len(group) - 3, 'more request')} likewise"
+
+    def _title(self, group: list[Wait], *, doubtful: bool) -> str:
         first = group[0]
         request = words.request(first.request, first.generation)
         more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
         if first.what == "job":
-            title = f"{first.name}{more} of {request} has been open for {words.span(first.open_ns)}"
+            hangs = " may hang: it" if doubtful and not more else ""
+            title = f"{first.name}{more} of {request}{hangs} has been open for {words.span(first.open_ns)}"
+        elif (ended := ended_request(self.trail, first)) is not None:
+            title = (
+                f"{first.name}{more} of {request} has been open for {words.span(first.open_ns)}; the request {ended[1]}"
+            )
         else:
             title = f"{request} waits for remote KV: {first.name}{more} has been open for {words.span(first.open_ns)}"
         if not first.begun:
             return f"{title}, and that it was given to the workers is not in this log"
         if not first.missing:
             return f"{title}, although everyone has answered"
+        late = self._ignored.get(first.transfer or first.name)
+        if late is not None and late.rank in first.ranks:
+            return f"{title}; the answer of rank {late.rank} came late, at event {late.seq}, and was ignored"
         return f"{title}; no answer of {words.ranks(first.ranks)} is in this log"
 
     @staticmethod
@@ -133,11 +179,11 @@ class Stall(Verdict):
         if first.what == "recv":
             return "Look at the bootstrap server and at the network between the two engines."
         if first.doing("in_call"):
-            lives = "If the engine still runs, take" if is_hard(end) else "Take"
+            lives = "See first whether the engine still runs; if so, take" if is_hard(end) else "Take"
             back = "" if is_hard(end) else " The blocks come back only with the answer, or with a restart."
             return (
-                f"{lives} a stack of the worker of {ranks} (py-spy dump). Then look at the store's master and at the "
-                f"hosts of its segments: a call that does not return often waits for a peer that is gone.{back}"
+                f"{lives} a stack of the worker of {ranks} (py-spy dump). Then see the store's master and the hosts of "
+                f"its segments: a call that hangs often waits for a peer that is gone.{back}"
             )
         return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
 

@@ -54,6 +54,9 @@ class TornLog(Verdict):
 
     on_invariant_violated = on_report_ignored = on_load_failed = on_load_recovered = _notable
 
+    def _engine(self) -> str:
+        return self.trail.opened.engine if self.trail.opened is not None else "(unknown)"
+
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the torn end, with what came just before it."""
         if not is_hard(end):
@@ -95,6 +98,11 @@ class TornLog(Verdict):
             chain=tuple(shown[seq] for seq in sorted(shown)),
             inferred=inferred,
             brief=f"the log ends torn after event {end.last.seq}" if closed is None else "",
+            impact=(
+                f"engine {self._engine()} may be down: its log ends at {words.clock(end.last.ts_ns)} UTC"
+                if closed is None
+                else f"engine {self._engine()} is down",
+            ),
             also="" if near and self._telling[-1][2] else ALSO.format(words.clock(end.last.ts_ns)),
         )
 

@@ -15,7 +15,7 @@ from ledger import words
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, listed
 from ledger.verdicts._rules import RuleVerdict
-from ledger.verdicts._waits import Wait, certainty, waits
+from ledger.verdicts._waits import Wait, certainty, ended_request, waits
 
 KEPT_FAILURES = 200
 
@@ -32,6 +32,7 @@ class UnreportedFailure(RuleVerdict):
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self._hidden: list[tuple[Chain, ev.RankLoaded, ev.TransferFinished, ev.LoadSettled]] = []
+        self._ignored: dict[str, ev.ReportIgnored] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Compare what each rank answered with how its last call ended."""
@@ -82,7 +83,21 @@ class UnreportedFailure(RuleVerdict):
             lead_seq=call.seq,
             chain=tuple(shown),
             loads=(answer.load,),
+            impact=(f"the answer of request {request} is unreliable: it went on with KV that did not arrive",),
         )
+
+    def _until(self, wait: Wait) -> str:
+        """Return up to where there is no report: what came after the end of the request was ignored."""
+        ended = ended_request(self.trail, wait)
+        late = self._ignored.get(wait.transfer or wait.name)
+        if late is None or ended is None or late.seq < ended[0].seq:
+            return ""
+        return f" until the request {ended[1]}"
+
+    def on_report_ignored(self, event: ev.ReportIgnored) -> None:
+        """Note a report that came too late to be taken."""
+        if len(self._ignored) < KEPT_FAILURES:
+            self._ignored[event.transfer or f"load {event.load}"] = event
 
     def _silent(self, wait: Wait, end: End) -> Iterable[Finding]:
         failures: list[ev.TransferFinished | ev.PeerSettled] = [
@@ -95,19 +110,32 @@ class UnreportedFailure(RuleVerdict):
             return
         first = min(failures, key=lambda event: event.seq)
         code, why = _why(first)
+        late = self._until(wait)
         certain, doubt = certainty(end, [wait])
         if doubt and wait.in_time and end.how == "closed" and not wait.blind:
             # The engine would have given the wait up in time. That does not undo that it was not told.
             certain, doubt = "proven", ""
         who = f"rank {first.rank}" + (f" and {first.peer}" if isinstance(first, ev.PeerSettled) and first.peer else "")
         at = words.clock(first.ts_ns)
+        asked = wait.chain[0] if isinstance(wait.chain[0], ev.RecvRegistered) else None
+        first_of_all = ""
+        if asked is not None and code in ("PEER_UNREACHABLE", "PEER_NOT_READY"):
+            where = f" ({asked.bootstrap})" if asked.bootstrap else ""
+            first_of_all = (
+                f"See whether prefill engine {asked.prefill or '(unknown)'}{where} lives, and can be reached from rank "
+                f"{first.rank} of this engine. "
+            )
         lives = " End the request: it gets no answer." if wait.request in self.state.book.requests else ""
         yield Finding(
             kind="unreported_failure",
             certainty=certain,
             title=(
                 f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
-                f"{': ' + why if why else ''}, and no report to the scheduler is in this log"
+                f"{': ' + why if why else ''}, and no report to the scheduler is in this log{late}"
+            ),
+            brief=(
+                f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
+                f"{f': {code}' if code else ''}, and the scheduler got no report of it{' in time' if late else ''}"
             ),
             since_seq=first.seq,
             requests=(wait.request,),
@@ -115,7 +143,7 @@ class UnreportedFailure(RuleVerdict):
             ranks=tuple(sorted({event.rank for event in failures})),
             code=code or None,
             culprit=f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler",
-            advice=f"Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
+            advice=f"{first_of_all}Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
             lead_seq=first.seq,
             doubt=doubt,
             chain=(wait.chain[0], *failures[:6]),

@@ -94,7 +94,7 @@ def _overwritten(*, pins: bool) -> dict[str, Script]:
     log.steps()
     log.preempts("R")
     log.takes_back("R", (5, 12))
-    log.arrives("R2")
+    log.arrives("R2", tokens=128)
     if not pins:
         log.gives("R2", (5, 12))
     log.request_scheduled(request="R2", generation=1, scheduled_tokens=128)
@@ -384,7 +384,7 @@ def s17() -> dict[str, Script]:
     log.steps()
     log.preempts("R")
     log.takes_back("R", (5, 12))
-    log.resumes("R")
+    log.resumes("R", tokens=160)
     log.saves(1, "R", blocks=(20, 29), generation=2)
     second = [log.put_begins(1, rank, keys=keys("g2", 10)) for rank in range(2)]
     log.passes(0.3, steps=10)
@@ -414,10 +414,10 @@ def s18() -> dict[str, Script]:
 
 def _pull_fails(*, silently: bool) -> dict[str, Script]:
     prefill, decode = Script("prefill"), Script("decode", policy="fail")
-    prefill.runs("P-R")
+    prefill.runs("P-R", tokens=128)
     prefill.sends("x1", "P-R")
     prefill.holds("x1", "P-R", blocks=(5, 12))
-    decode.arrives("R")
+    decode.arrives("R", tokens=128)
     decode.receives("x1", "R", blocks=(30, 37))
     if silently:
         decode.passes(2)
@@ -454,7 +454,7 @@ def s4_twin() -> dict[str, Script]:
 
 def _both_open() -> Script:
     log = Script()
-    log.arrives("R")
+    log.arrives("R", tokens=128)
     log.receives("x-in", "R", blocks=(5, 12))
     log.sends("x-out", "R")
     log.passes(0.2, steps=3)
@@ -507,14 +507,14 @@ def s5_twin() -> dict[str, Script]:
 
 def _two_peers(*, freed_early: bool) -> dict[str, Script]:
     log = Script("decode", policy="recompute")
-    log.arrives("R")
+    log.arrives("R", tokens=128)
     log.receives("x1", "R", blocks=(5, 12), peers=("tp0 pp0", "tp1 pp0"))
     log.passes(0.1)
     if freed_early:
         log.peer_answers("x1", "R", peer="tp0 pp0", outcome="failed", code="TRANSFER_FAILED", stage="SEND")
         log.received("x1", "R", "failed")
         log.takes_back("R", (5, 12))
-        log.arrives("R2")
+        log.arrives("R2", tokens=128)
         log.gives("R2", (5, 12))
         log.steps()
         log.request_scheduled(request="R2", generation=1, scheduled_tokens=128)
@@ -547,10 +547,10 @@ def s6_twin() -> dict[str, Script]:
 
 def _never_asked(*, asks: bool) -> dict[str, Script]:
     prefill, decode = Script("prefill"), Script("decode")
-    prefill.runs("P-R")
+    prefill.runs("P-R", tokens=128)
     prefill.sends("x1", "P-R")
     prefill.holds("x1", "P-R", blocks=(5, 12))
-    decode.arrives("R")
+    decode.arrives("R", tokens=128)
     if asks:
         decode.receives("x1", "R", blocks=(30, 37))
         prefill.pushes("x1", "P-R")
@@ -580,7 +580,7 @@ def s11_twin() -> dict[str, Script]:
 
 def _four_stages(*, waits_for_all: bool) -> dict[str, Script]:
     log = Script("prefill", ranks=4)
-    log.runs("R")
+    log.runs("R", tokens=128)
     log.sends("x1", "R")
     log.holds("x1", "R", blocks=(5, 12))
     log.pushes("x1", "R", 0, peer="tp0 pp0")
@@ -603,7 +603,7 @@ def s12_twin() -> dict[str, Script]:
 
 def _gone_before_the_write_ends(*, late: bool) -> dict[str, Script]:
     log = Script("decode")
-    log.arrives("R")
+    log.arrives("R", tokens=128)
     log.receives("x1", "R", blocks=(5, 12))
     log.passes(0.1, steps=2)
     log.request_aborted(request="R", generation=1, was="loading")
@@ -819,7 +819,7 @@ def _goes_on(*, early: bool) -> dict[str, Script]:
     log.answers(0, 0)
     if early:
         log.steps()
-        log.request_scheduled(request="R", generation=1, computed_tokens=160, scheduled_tokens=16)
+        log.request_scheduled(request="R", generation=1, computed_tokens=128, scheduled_tokens=2)
     log.passes(0.2, steps=10)
     log.ends(call)
     log.answers(0, 1)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ledger import events as ev
-from ledger.blocks import Blocks, by_group, from_ranges, to_ranges
+from ledger.blocks import Blocks, by_group, count, from_ranges, to_ranges
 from ledger.errors import Refused
 from ledger.state import State
 from ledger.writer import Database
@@ -31,6 +31,10 @@ START_TS_NS = 1_780_000_000_000_000_000
 START_MONO_NS = 5_000_000_000_000
 TICK_NS = 1_000_000
 BLOCK_BYTES = 4096
+BLOCK_TOKENS = 16
+
+PROMPT_TOKENS = 130
+"""Eight full blocks and a bit: only full blocks are saved, and a hit never covers the whole prompt."""
 
 Which = tuple[int, int] | Sequence[int] | None
 
@@ -67,7 +71,7 @@ class Script:
                 ranks=((0, ranks - 1),),
                 tensor_parallel=ranks,
                 num_blocks=100,
-                block_sizes=(16,),
+                block_sizes=(BLOCK_TOKENS,),
                 **opened,
             )
 
@@ -119,11 +123,11 @@ class Script:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def arrives(self, request: str, generation: int = 1, *, tokens: int = 160) -> None:
+    def arrives(self, request: str, generation: int = 1, *, tokens: int = PROMPT_TOKENS) -> None:
         """A request enters the waiting queue."""
         self.request_queued(request=request, generation=generation, prompt_tokens=tokens)
 
-    def runs(self, request: str, *, tokens: int = 160) -> None:
+    def runs(self, request: str, *, tokens: int = PROMPT_TOKENS) -> None:
         """A request arrives and is scheduled in a step of its own."""
         self.arrives(request, tokens=tokens)
         self.steps()
@@ -133,7 +137,7 @@ class Script:
         """A request loses its blocks."""
         self.request_preempted(request=request, generation=generation)
 
-    def resumes(self, request: str, generation: int = 2, *, tokens: int = 160) -> None:
+    def resumes(self, request: str, generation: int = 2, *, tokens: int = PROMPT_TOKENS) -> None:
         """A request runs again, as a new generation."""
         self.steps()
         self.request_resumed(request=request, generation=generation, scheduled_tokens=tokens)
@@ -158,7 +162,9 @@ class Script:
         self._blocks[job] = _blocks(blocks)
         self._owner[job] = (request, generation)
         expected = ((0, (self.ranks if ranks is None else ranks) - 1),)
-        self.job_registered(job=job, request=request, generation=generation, ranks=expected, tokens=160)
+        self.job_registered(
+            job=job, request=request, generation=generation, ranks=expected, tokens=_tokens(self._blocks[job])
+        )
         if pins and self._blocks[job]:
             self.pin_touched(job=job, blocks=self._blocks[job])
 
@@ -235,8 +241,9 @@ class Script:
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
-    def loads(self, load: int, request: str, *, blocks: Which, generation: int = 1, hit: int = 160) -> None:
-        """The store has a hit, and a load is planned and given to the workers."""
+    def loads(self, load: int, request: str, *, blocks: Which, generation: int = 1) -> None:
+        """The store has a hit that fills the blocks, and a load is planned and given to the workers."""
+        hit = _tokens(_blocks(blocks))
         self.lookup_answered(request=request, generation=generation, hit_tokens=hit)
         self.load_planned(load=load, request=request, generation=generation, blocks=_blocks(blocks), tokens=hit)
         self.load_registered(load=load, ranks=((0, self.ranks - 1),))
@@ -417,6 +424,11 @@ def _blocks(blocks: Which) -> Blocks:
     if isinstance(blocks, tuple) and len(blocks) == 2:
         return ((0, ((blocks[0], blocks[1]),)),)
     return by_group([(0, list(blocks))])
+
+
+def _tokens(blocks: Blocks) -> int:
+    """Return how many tokens fill the blocks of the first group; those of a job that names none fill eight."""
+    return BLOCK_TOKENS * (count(blocks[:1]) if blocks else 8)
 
 
 _ENCODER = msgspec.json.Encoder()

@@ -257,7 +257,7 @@ def test_the_data_of_a_healthy_log_has_no_findings(good: str, capsys: pytest.Cap
     assert data["findings"] == []
     story = data["story"]["logs"][0]
     assert story["calls"]["put"]["bytes"] == 2 * 8 * 4096
-    assert story["loads"]["tokens_loaded"] == 160
+    assert story["loads"]["tokens_loaded"] == 128
 
 
 def test_no_line_of_a_report_is_wider_than_a_terminal(good: str, bad: str, capsys: pytest.CaptureFixture[str]):

@@ -208,7 +208,7 @@ def test_the_report_puts_both_sides_on_one_axis(tmp_path: Path, capsys: pytest.C
     paths = [str(script.save(tmp_path / f"{name}.db")) for name, script in BY_ID["S4"].story().items()]
     assert cli.run(["replay", *paths]) == 1
     out = capsys.readouterr().out
-    assert "Transfer x1 in all logs" in out
-    assert "by the clocks of two hosts" in out
+    assert "Evidence: transfer x1, the number of the log in front" in out
+    assert "only the clocks of the\n    hosts say how the logs lie between each other" in out
     first = out.index("unreported_failure".upper())
     assert first < out.index("STALL (proven)") < out.index("LEAK (proven)")

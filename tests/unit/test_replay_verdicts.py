@@ -118,7 +118,7 @@ def test_a_put_that_ended_well_may_be_followed_by_another_one_so_it_alone_is_no_
 
 
 def test_a_wait_names_whom_it_waits_for_what_it_holds_and_who_waits_behind_it():
-    finding = only(replay(waiting_job(seconds=61).closes().events))
+    finding = only(replay(waiting_job(seconds=61).passes(2).closes().events))
     assert finding.jobs == (0,)
     assert finding.ranks == (1,)
     assert finding.blocks == tuple((0, block) for block in range(5, 13))
