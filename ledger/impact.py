@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 from ledger.blocks import numbers
 from ledger.case import Case
-from ledger.incidents import FREED, Incident
+from ledger.incidents import FREED, WRONG_KV, Incident
 
 DEALT_WITH = ("evicted_before_load", "load_failed", "lost_store", "retry_loop")
 """Kinds that end with each load; whether the next one goes well is another matter."""
+
+NOT_OVER = (*DEALT_WITH, *WRONG_KV, "missing_ranks", "stall")
+"""Kinds of which it cannot be said that they are over because nothing is held any more."""
 
 COUNTED_WRONG = ("over_report", "stale_completion")
 
@@ -87,7 +90,7 @@ def _stored(incident: Incident, case: Case) -> Iterator[str]:
 
 def _is_over(incident: Incident, case: Case) -> bool:
     told = [case.findings[place] for place in incident.members]
-    if any(finding.kind in DEALT_WITH or finding.facts.get("tainted") for _, finding in told):
+    if any(finding.kind in NOT_OVER or finding.facts.get("tainted") for _, finding in told):
         return False
     ends = [case.logs[index].result.end for index, _ in told]
     return all(end is not None and end.how == "closed" for end in ends)

@@ -345,7 +345,9 @@ def do_next(incident: Incident, case: Case) -> str:
 
 def _steps(incident: Incident, case: Case) -> list[str]:
     index, head = case.findings[incident.head]
-    steps: dict[tuple[int, str], None] = {(index, head.advice): None}
+    # Commands are for a block of the incident and for the file of their own log.
+    a_block = f" {head.blocks[0][0]}:{head.blocks[0][1]}" if head.blocks else " G:B"
+    steps: dict[tuple[int, str], None] = {(index, head.advice.replace(" G:B", a_block)): None}
     urgent: dict[tuple[int, str], None] = {}
     for log, finding in _members(incident, case)[1:]:
         if finding.also:
@@ -355,7 +357,6 @@ def _steps(incident: Incident, case: Case) -> list[str]:
     told = [head.other_log] if head.other_log else []
     before = -1
     for log, step in (*urgent, *steps):
-        # The commands that it tells to type are for this file.
         named = step.replace(" FILE ", f" {case.logs[log].path} ")
         told.append(named if log == before else f"On engine {engine(case, log)}: {named}")
         before = log

@@ -172,6 +172,10 @@ class RuleVerdict(Verdict):
         """Return what to do next."""
         return self.advice
 
+    def impact(self, first: Broken) -> tuple[str, ...]:
+        """Return who may suffer from it."""
+        return ()
+
     def finding(self, group: list[Broken], end: End) -> Finding:
         """Return the finding for one rule, broken once or more."""
         first = group[0]
@@ -194,6 +198,7 @@ class RuleVerdict(Verdict):
             code=None,
             culprit=f"{_who(first)}, which broke the rule {first.rule} at event {first.event.seq}",
             advice=self.advise(first, end),
+            impact=self.impact(first),
             lead_seq=first.event.seq,
             doubt=first.blind,
             facts={"transfers": list(dict.fromkeys(broken.transfer for broken in group if broken.transfer))},

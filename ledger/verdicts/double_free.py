@@ -5,7 +5,7 @@ The second time takes the reference of somebody else: the block goes back to the
 
 from typing import ClassVar
 
-from ledger.verdicts._rules import RuleVerdict
+from ledger.verdicts._rules import Broken, RuleVerdict
 
 
 class DoubleFree(RuleVerdict):
@@ -17,3 +17,7 @@ class DoubleFree(RuleVerdict):
         "Treat KV of these blocks as wrong from that event on: reset the prefix cache. `kvledger blame FILE G:B` says "
         "who uses a block."
     )
+
+    def impact(self, first: Broken) -> tuple[str, ...]:
+        """Return who may suffer: whoever holds the blocks, since another may be given them as well."""
+        return (f"whoever uses these blocks after event {first.event.seq} may share them with another request",)

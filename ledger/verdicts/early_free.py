@@ -65,6 +65,12 @@ class EarlyFree(RuleVerdict):
         self._told: set[Subject] = set()
         self._over = trail.over  # looked at for every call
 
+    def impact(self, first: Broken) -> tuple[str, ...]:
+        """Return who may suffer: the transfer whose blocks are written anew, or whoever gets them."""
+        if first.rule == "send_over_early":
+            return (f"what is sent as {first.transfer} after event {first.event.seq} may be KV of another request",)
+        return (f"whoever gets these blocks after event {first.event.seq} may have wrong KV in them",)
+
     def finding(self, group: list[Broken], end: End) -> Finding:
         """Return the finding for one rule, with what shows that the work was not over."""
         found, first = super().finding(group, end), group[0]

@@ -13,7 +13,7 @@ The last two are never more than suspected: what the store did is not in a log o
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -254,7 +254,12 @@ class LoadFailed(Verdict):
             kind=kind,
             certainty="suspected" if doubt else "proven",
             title=f"{words.plural(number, 'load')} failed with {code}{how}",
-            impact=_impact([self._became.get(each.load, "") for each in failed], number),
+            impact=_impact(
+                [self._became_of(each.load, each.request) for each in failed],
+                number,
+                failed[0].request,
+                self._unfinished(failed),
+            ),
             since_seq=first.planned.seq if first.planned is not None else first.failure.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed if each.request)),
             blocks=listed(tuple(part for each in failed for part in (each.planned.blocks if each.planned else ()))),
@@ -275,6 +280,15 @@ class LoadFailed(Verdict):
             shown=shown,
             inferred=inferred,
         )
+
+    def _became_of(self, work: int | str, request: str) -> str:
+        """Return what became of the request of a failed load or transfer; empty if this log does not say."""
+        ended = self.trail.ended.get(request)
+        return self._became.get(work, "") or ("aborted" if isinstance(ended, ev.RequestAborted) else "")
+
+    def _unfinished(self, failed: Sequence[_Failed | ev.RecvFailed]) -> int:
+        """Return how many of their requests had not ended when the log did."""
+        return len({each.request for each in failed} & set(self.state.book.requests))
 
     def _same_ranks(self, failed: list[_Failed]) -> bool:
         """Return whether it is always the same ranks, some but not all, and these never load."""
@@ -306,7 +320,12 @@ class LoadFailed(Verdict):
             lead_seq=first.seq,
             chain=(*self._before[code, stage][:6], *failed[:6]),
             facts={"transfers": [each.transfer for each in failed]},
-            impact=_impact([self._became.get(each.transfer, "") for each in failed], number),
+            impact=_impact(
+                [self._became_of(each.transfer, each.request) for each in failed],
+                number,
+                failed[0].request,
+                self._unfinished(failed),
+            ),
         )
 
     @staticmethod
@@ -330,13 +349,13 @@ class LoadFailed(Verdict):
             return (
                 "lost_store",
                 f"the store: {call} had put the key (event {first.put.seq}), and it was gone {after}",
-                "See the master's log for a segment or a client that went away at that time.",
+                f"See the master's log for a segment or a client that went away, up to {_at(first.failure)}.",
                 "the store's own doings are not in this log; the log of its master would decide",
             )
         return (
             "load_failed",
             f"the store: a key was gone {after}",
-            "See the log of the store's master at that time.",
+            f"See the log of the store's master up to {_at(first.failure)}.",
             "",
         )
 
@@ -360,20 +379,32 @@ def _by_rank(answers: list[ev.RankLoaded], known: str) -> str:
     return "; ".join(told)
 
 
-def _impact(became: list[str], number: int) -> tuple[str, ...]:
-    """Return what became of the requests of `number` failures, of which `became` are known one by one."""
-    who = {1: "it was", 2: "both were"}.get(number, f"all {number:,} were")
+def _impact(became: list[str], number: int, request: str, unfinished: int) -> tuple[str, ...]:
+    """Return what became of the requests of `number` failures, as far as they are kept; `request` is the first."""
+    one = f"request {request}" if request else "its request"
+    who = {1: f"{one} was", 2: "both were"}.get(number, f"all {number:,} were")
     if set(became) == {"recomputed"} and len(became) == number:
+        if unfinished:
+            left = "" if number == 1 else f"{unfinished:,} of them "
+            return (f"{who} sent back to be recomputed, and {left}had not ended when the log did",)
         return (f"no request failed: {who} recomputed, which costs time only",)
+    if number == 1 and became and became[0]:
+        how = {"failed": "ended with an error", "gone": "had ended before", "aborted": "was aborted"}
+        return (f"{one} {how.get(became[0], became[0])}",)
     counted: dict[str, int] = {}
     for each in became:
         counted[each] = counted.get(each, 0) + 1
-    said = {"recomputed": "recomputed", "failed": "ended with an error", "gone": "had ended before"}
+    said = {
+        "recomputed": "recomputed",
+        "failed": "ended with an error",
+        "gone": "had ended before",
+        "aborted": "aborted",
+    }
     told = [f"{counted[each]:,} {word}" for each, word in said.items() if each in counted]
     unknown = number - sum(counted.get(each, 0) for each in said)
     told += [f"of {unknown:,} it is not known"] if unknown else []
     if unknown == number:
-        return (f"what became of {'its request' if number == 1 else 'their requests'} is not in this log",)
+        return (f"what became of {one if number == 1 else 'their requests'} is not in this log",)
     return (f"of the requests of {words.plural(number, 'failed load')}: {', '.join(told)}",)
 
 

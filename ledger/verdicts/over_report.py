@@ -8,6 +8,7 @@ of the same request, it is a `stale_completion` instead.
 from typing import ClassVar
 
 from ledger import events as ev
+from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End
 from ledger.verdicts._rules import Broken, RuleVerdict
@@ -20,14 +21,14 @@ class OverReport(RuleVerdict):
     kinds: ClassVar[tuple[str, ...]] = ("over_report",)
     lead: ClassVar[str] = "a report too many{}: "
     advice: ClassVar[str] = (
-        "Look at the worker log of that rank at that time: which job did it really finish? Another one may still wait "
-        "for this report."
+        "Look at the worker log of that rank at {}: which job did it really finish? Another one may still wait for "
+        "this report."
     )
 
     def advise(self, first: Broken, end: End) -> str:
         """Return what to do next."""
         held = " The blocks stay pinned, which is safe; do not free them by hand." if first.blocks else ""
-        return f"{self.advice}{held}"
+        return f"{self.advice.format(words.clock(first.event.ts_ns) + ' UTC')}{held}"
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take what the book refused, unless an older job is owed exactly this report."""

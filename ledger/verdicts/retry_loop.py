@@ -87,7 +87,7 @@ class RetryLoop(Verdict):
             inferred="why the loads fail; the failed loads that are told with this one say what is known",
             advice="Set load_max_cycles above 0, so that such a request is computed; then see why the load fails.",
             lead_seq=first.chain[0].seq,
-            impact=(f"{who} nowhere for {first.number} rounds, which costs time only, as far as this log goes",),
+            impact=(f"{who} nowhere for {first.number} rounds",),
             chain=tuple(first.chain),
             loads=tuple(event.load for event in first.chain if isinstance(event, ev.LoadPlanned)),
         )

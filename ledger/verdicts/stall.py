@@ -210,6 +210,9 @@ class Stall(Verdict):
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
             suffering=tuple(newest),
+            impact=(
+                f"{words.plural(len(newest), 'request hangs', 'requests hang')}, for {words.span(still_ns)} by then",
+            ),
             culprit=(
                 "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
                 "could wait for"

@@ -79,7 +79,10 @@ class UnreportedFailure(RuleVerdict):
             ranks=(answer.rank,),
             code=_code(call)[0] or None,
             culprit=f"the worker of rank {answer.rank}, which said that all was loaded (event {answer.seq})",
-            advice=self.advice,
+            advice=(
+                "Do not trust the output of the request, and reset the prefix cache. Look for the error in the worker "
+                f"log of rank {answer.rank} at {words.clock(call.ts_ns)} UTC."
+            ),
             lead_seq=call.seq,
             chain=tuple(shown),
             loads=(answer.load,),

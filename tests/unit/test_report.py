@@ -230,6 +230,11 @@ def test_of_many_blocks_an_event_shows_those_that_the_incident_is_about(tmp_path
         ("S9", "no request failed: all 3 were recomputed, which costs time only"),
         ("S11", "are free again; it is over: nothing of it is open at the end"),
         ("S13", "8 of 99 blocks of engine writer were held when the log ends"),
+        ("S10", "request R was sent back to be recomputed, and had not ended when the log did"),
+        ("S12", "what is sent as x1 after event 11 may be KV of another request"),
+        ("S14", "no request failed: request Q was recomputed"),
+        ("K4", "whoever uses these blocks after event 11 may share them with another request"),
+        ("K5", "3 requests hang, for 3 min 20 s by then"),
         ("K7", "the answer of request R is unreliable: it went on with KV that did not arrive"),
     ],
 )
