@@ -89,7 +89,37 @@ def earliest_cause_first(findings: list[Finding]) -> list[Finding]:
             lead_seq = max(lead_seq, min(leads, default=0))
         return finding.kind == "torn_log", lead_seq, symptom, finding.since_seq
 
-    return sorted(findings, key=place)
+    return sorted(in_agreement(findings), key=place)
+
+
+def in_agreement(findings: list[Finding]) -> list[Finding]:
+    """Return the findings of one log, none of which speaks against another.
+
+    To a job whose report was counted for another one, and to that other one, the book looks otherwise than what is
+    known of the report: the one has none, and the other has settled.
+    """
+    stories: dict[int, str] = {}
+    for finding in findings:
+        counted = finding.facts.get("miscounted")
+        if counted is not None:
+            report = f"its report of rank {counted['rank']} was counted for job {counted['counted_for']}"
+            stories.setdefault(counted["report_of"], f"{report} (event {counted['seq']})")
+            stories.setdefault(
+                counted["counted_for"],
+                f"the report of job {counted['report_of']} was counted for it (event {counted['seq']}), and its blocks "
+                "were not freed",
+            )
+    return [_told_with(finding, stories) for finding in findings]
+
+
+def _told_with(finding: Finding, stories: dict[int, str]) -> Finding:
+    """Return a leak of one job with what is known of its report."""
+    story = stories.get(finding.jobs[0]) if finding.kind == "leak" and len(finding.jobs) == 1 else None
+    if story is None:
+        return finding
+    held = f"{len(finding.blocks):,} {'block is' if len(finding.blocks) == 1 else 'blocks are'} held"
+    title = f"store job {finding.jobs[0]} of request {finding.requests[0]} holds its blocks: {story}; {held}"
+    return msgspec.structs.replace(finding, title=title)
 
 
 def grouped(found: Found) -> list[Incident]:

@@ -16,7 +16,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, by_group, count, to_ranges
 from ledger.case import Case, LogResult
-from ledger.impact import engine, impact
+from ledger.impact import DEALT_WITH, engine, impact
 from ledger.incidents import CERTAINTIES, FREED, MISCOUNTED, Incident, gravest
 from ledger.join import Step
 from ledger.layout import WIDTH, Page
@@ -299,6 +299,7 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
     ranks = sorted({rank for finding in here for rank in finding.ranks})
     concerned = [
         f"{'request' if len(own) == 1 else 'requests'} {words.listed(own)}" if own else "",
+        *(f"request {name}" for name in _elsewhere(incident, case, affected=False)),
         f"store {'job' if len(jobs) == 1 else 'jobs'} {words.ranges(to_ranges(jobs))}" if jobs else "",
         words.ranks(ranks) if ranks else "",
         words.these_blocks(_grouped(blocks), 8) if blocks else "",
@@ -308,7 +309,10 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
     single = len(case.incidents) == 1
     for label, value in (
         ("Concerns", "; ".join(part for part in concerned if part)),
-        ("Affected", "; ".join([*([words.listed(affected)] if affected else []), *_elsewhere(incident, case)])),
+        (
+            "Affected",
+            "; ".join([*([words.listed(affected)] if affected else []), *_elsewhere(incident, case, affected=True)]),
+        ),
         ("Impact", "" if single else f"{impact(incident, case)}."),
         ("Culprit", head.culprit),
         *(
@@ -325,14 +329,16 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
     yield from _evidence(incident, case, page)
 
 
-def _elsewhere(incident: Incident, case: Case) -> Iterator[str]:
-    """Yield the requests that an incident concerns in the other logs, engine by engine."""
+def _elsewhere(incident: Incident, case: Case, *, affected: bool) -> Iterator[str]:
+    """Yield the requests that an incident concerns, or affects, in the other logs, engine by engine."""
     index = case.findings[incident.head][0]
     named: dict[int, dict[str, None]] = {}
     for place in incident.members:
         log, finding = case.findings[place]
         if log != index:
-            named.setdefault(log, {}).update(dict.fromkeys(finding.requests))
+            suffers = finding.requests if finding.kind in DEALT_WITH else finding.suffering
+            wanted = suffers if affected else [name for name in finding.requests if name not in suffers]
+            named.setdefault(log, {}).update(dict.fromkeys(wanted))
     for log, requests in named.items():
         if requests:
             yield f"{words.listed(requests)} of engine {engine(case, log)}"
@@ -381,25 +387,8 @@ def _consequences(incident: Incident, case: Case, page: Page) -> Iterator[str]:
         later = log == index and finding.kind != "torn_log" and finding.since_seq > (head.lead_seq or head.since_seq)
         label = "Also" if alike else "Before" if place < incident.head else "Then" if later else "Beside"
         where = f" (in {case.logs[log].path.name})" if log != index else ""
-        told = _settled_for_another(finding, head) or finding.brief or finding.title
+        told = finding.brief or finding.title
         yield from page.row(label, f"{finding.kind.upper()} ({finding.certainty}): {told}{where}")
-
-
-def _settled_for_another(finding: Finding, head: Finding) -> str:
-    """Return what a leak is, when its report was counted for another job, or that of another one for it."""
-    counted = head.facts.get("miscounted")
-    if counted is None or finding.kind != "leak" or len(finding.jobs) != 1:
-        return ""
-    name = f"store job {finding.jobs[0]} of request {words.listed(finding.requests[:1])}"
-    held = words.plural(len(finding.blocks), "block")
-    if finding.jobs[0] == counted["report_of"]:
-        return (
-            f"{name} still holds {held}: its report of rank {counted['rank']} was counted for job "
-            f"{counted['counted_for']} (event {counted['seq']})"
-        )
-    if finding.jobs[0] == counted["counted_for"]:
-        return f"{name} still holds {held}: it was settled by a report that was not its own, and did not free them"
-    return ""
 
 
 def _certainties(incident: Incident, case: Case) -> Iterator[tuple[str, str]]:
@@ -492,6 +481,7 @@ def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
         for index, finding in (case.findings[place] for place in incident.members)
         for job in finding.facts.get("unpinned", ())
     }
+    refused = {index: {each.event.seq for each in case.logs[index].result.refusals} for index in logs}
     for index, events in logs.items():
         yield from page.wrap("  ", f"Evidence{f' in {case.logs[index].path.name}' if len(case.logs) > 1 else ''}")
         places = sorted(events)
@@ -500,6 +490,8 @@ def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
             event, note = _about(events[place], blocks[index, place])
             if isinstance(event, ev.JobRegistered) and (index, event.job) in unpinned:
                 note = "; it pins no block: no pin_touched follows"
+            if event.seq in refused[index]:
+                note += "; the book refused this"
             yield from page.event("  ", event, note)
         if left_out > 0:
             yield from page.wrap("    ", f"{words.plural(left_out, 'event')} left out here; --json names all")
@@ -578,9 +570,17 @@ def open_items(result: Result, taken: Taken) -> Iterator[str]:
         named = words.plural(count(held), "block")
         return f"{verb} {named} in the book only: they were given away too early, see incident {number}"
 
+    miscounted = [each.facts["miscounted"] for each in result.findings if "miscounted" in each.facts]
+    counted = {each["report_of"]: each for each in miscounted}
     for number, job in book.jobs.items():
+        given = counted.get(number)
+        elsewhere = f", whose report was counted for job {given['counted_for']}" if given is not None else ""
         waits = "settled" if job.settled else "every rank has reported"
-        waits = f"waits for {words.ranks(job.waiting)}" if job.waiting else f"{waits}, and its blocks were not freed"
+        waits = (
+            f"waits for {words.ranks(job.waiting)}{elsewhere}"
+            if job.waiting
+            else f"{waits}, and its blocks were not freed"
+        )
         kept = ", quarantined" if job.quarantined else ""
         yield (
             f"store job {number} of {words.request(job.request, job.generation)}: {age(job)}; {waits}; "

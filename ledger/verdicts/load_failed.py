@@ -340,7 +340,7 @@ class LoadFailed(Verdict):
         if after_ns >= STORE_LEASE_S * 1e9:
             return (
                 "evicted_before_load",
-                f"the store: a key was gone {after}; its lease of {STORE_LEASE_S:g} s had run out by then",
+                f"the store: a key was gone {after}, when Mooncake's default lease of {STORE_LEASE_S:g} s had run out",
                 "Load sooner after the lookup, raise the lease, or give the store more room.",
                 "the store's evictions are not in this log; the log of its master would decide",
             )

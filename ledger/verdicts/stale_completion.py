@@ -62,6 +62,8 @@ class StaleCompletion(RuleVerdict):
 
     def on_transfer_finished(self, event: ev.TransferFinished) -> None:
         """And so does one that ends after it; one that ended before clears the report."""
+        if self._proven:
+            self._show((event.job, event.rank), event)
         if self._candidates:
             self._compare(event)
 
@@ -69,11 +71,7 @@ class StaleCompletion(RuleVerdict):
         """Take a second report that an older job is owed."""
         super().refused(event, refusal)
         if isinstance(event, ev.RankCompleted):
-            known = self._proven.get((event.job, event.rank))
-            if known is not None:  # the job's own report, for which no answer is open any more
-                self._proven[event.job, event.rank] = msgspec.structs.replace(
-                    known, chain=with_events(known.chain, [event])[:KEPT_CHAIN]
-                )
+            if self._show((event.job, event.rank), event):  # the job's own report, for which no answer is open any more
                 return
             owed = owed_by_an_older_job(self.trail, event)
             if owed is not None:
@@ -86,6 +84,13 @@ class StaleCompletion(RuleVerdict):
         """Return one finding for each report that was given to the wrong job, and for jobs that nobody knows."""
         yield from super().findings(end)
         yield from self._proven.values()
+
+    def _show(self, work: tuple[int, int], event: ev.Event) -> bool:
+        """Add what came later of a job and rank to the finding about them; return whether there is one."""
+        known = self._proven.get(work)
+        if known is not None:
+            self._proven[work] = msgspec.structs.replace(known, chain=with_events(known.chain, [event])[:KEPT_CHAIN])
+        return known is not None
 
     def _compare(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
         candidate = self._candidates.get((event.job, event.rank))

@@ -145,7 +145,10 @@ class UnreportedFailure(RuleVerdict):
             blocks=listed(wait.blocks),
             ranks=tuple(sorted({event.rank for event in failures})),
             code=code or None,
-            culprit=f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler",
+            culprit=(
+                f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler"
+                f"{' in time' if late else ''}"
+            ),
             advice=f"{first_of_all}Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
             lead_seq=first.seq,
             doubt=doubt,

@@ -98,8 +98,8 @@ def test_each_incident_has_one_culprit_and_one_thing_to_do(cases: dict[str, Case
 def test_what_came_of_a_cause_is_told_with_it_in_short(cases: dict[str, Case]):
     said = one_line(cases["S2"])
     assert said.count("Beside LEAK (proven)") == 2  # both jobs had begun before
-    assert "its report of rank 0 was counted for job 3 (event 33)" in said
-    assert "it was settled by a report that was not its own" in said
+    assert "store job 2 of request R holds its blocks: its report of rank 0 was counted for job 3 (event 33)" in said
+    assert "store job 3 of request R holds its blocks: the report of job 2 was counted for it (event 33)" in said
     assert "Restart the engine when it can be spared" in said
     said = one_line(cases["S6"])
     assert said.index("EARLY_FREE") < said.index("Before LOAD_FAILED (proven)") < said.index("Then POISON (suspected)")
@@ -255,6 +255,7 @@ def test_a_request_that_has_only_just_come_is_not_affected(cases: dict[str, Case
 
 def test_requests_of_the_other_log_are_named_with_their_engine(cases: dict[str, Case]):
     assert "Affected Q0, Q1 of engine reader" in one_line(cases["S13"])
+    assert "Concerns request R; request P-R of engine prefill; rank 0" in one_line(cases["S4"])
 
 
 # --- it agrees with itself --------------------------------------------------------------------------------------------
@@ -280,7 +281,10 @@ def test_one_time_line_has_what_ended_the_request_in_its_place(cases: dict[str, 
 def test_the_refused_report_of_the_job_itself_is_among_the_events(cases: dict[str, Case]):
     said = one_line(cases["S2"])
     assert "Refused event 37, which the book does not accept: rank_reported_twice" in said
-    assert said.split(" Evidence ")[1].count("rank 0 reported job 3: stored") == 2
+    evidence = said.split(" Evidence ")[1]
+    assert evidence.count("rank 0 reported job 3: stored") == 2
+    assert "rank 0 reported job 3: stored; the book refused this" in evidence
+    assert "waits for rank 0, whose report was counted for job 3" in said
 
 
 def test_nothing_is_said_to_follow_that_is_only_known_to_be_beside(cases: dict[str, Case]):
