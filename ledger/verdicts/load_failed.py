@@ -230,7 +230,11 @@ class LoadFailed(Verdict):
             culprit = f"concluded: systematic: the lookup promises keys that {words.ranks(first.ranks)} cannot load"
             shown = "who failed each time, and who did not"
             inferred = "that the lookup does not ask for the keys of these ranks; its own settings would tell"
-            advice = "See whose keys the lookup asks for: it must ask for those of every rank that loads."
+            key = f" which ranks have stored key {first.keys[0]}" if first.keys else " which ranks have stored a key"
+            advice = (
+                "See whose keys the lookup asks for: it must ask for those of every rank that loads. The store's own "
+                f"list of keys (docs/oncall.md section 4) shows{key}."
+            )
         elif code == NOT_FOUND:
             kind, culprit, advice, doubt = self._gone(failed)
             shown = "the lookup had a hit, and the load did not find the key" if doubt else ""
