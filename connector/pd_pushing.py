@@ -45,6 +45,9 @@ from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger")
 
+SENT_BEFORE = "The transfer was over before this request could be served."
+"""What a decode is told that asks for a transfer beside another request and comes too late."""
+
 RAISED = -1
 """What upstream is told of a call to the transfer engine that raised: it answers the decode for codes only."""
 
@@ -147,6 +150,14 @@ class PushingWorker(MooncakeConnectorWorker):
         local_regions: list[TransferRegion],
         remote_regions: list[TransferRegion],
     ) -> tuple[list[int], list[int], list[int], list[str], str | None]:
+        """Plan with upstream, for the sends that are still this rank's.
+
+        Upstream asks whether a transfer is still to be sent by its id. When it has been sent while another push held
+        this question up, and a further request asks for it since, the id is there again, and what it finds under the
+        question is the old send, whose blocks vLLM has given away.
+        """
+        over = [d_req_id for d_req_id, send in ready_reqs if self.reqs_need_send.get(send.transfer_id) is not send]
+        asked, ready_reqs = ready_reqs, [each for each in ready_reqs if each[0] not in over]
         peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"
         address = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
         sends: dict[str, tuple[Push, SendBlockMeta]] = {}
@@ -162,7 +173,7 @@ class PushingWorker(MooncakeConnectorWorker):
                 ready_reqs, agent_meta, local_regions, remote_regions
             )
         except Exception as error:
-            for _, send_meta in ready_reqs:
+            for _, send_meta in asked:
                 send_meta.sending -= 1  # upstream counted it up, and a count that stays up never expires
             self._failed(list(sends.values()), failures.of_exception(error, Stage.SEND), peer)
             raise
@@ -172,7 +183,7 @@ class PushingWorker(MooncakeConnectorWorker):
         batch = _Batch(src_ptrs)
         batch.sends = list(sends.values())
         batch.peer = peer
-        return batch, dst_ptrs, lengths, err_reqs, err_msg
+        return batch, dst_ptrs, lengths, [*err_reqs, *over], err_msg or (SENT_BEFORE if over else None)
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
         sends = src_ptrs.sends if isinstance(src_ptrs, _Batch) else []

@@ -13,6 +13,7 @@ import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
 from connector.pd_connector import device_zero_without_accelerator
+from connector.pd_pushing import SENT_BEFORE
 from connector.pd_reports import PeerReport, PushReport, SentReport
 from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status, pulls
 
@@ -217,6 +218,47 @@ def test_blocks_stay_held_while_a_second_decode_is_pushed_the_same_transfer(
         prefill.worker.engine = real
     nothing_is_left(prefill)
     assert not prefill.worker._over
+
+
+def test_blocks_of_a_send_that_is_over_are_not_read_for_a_question_that_was_held_up(
+    world: contextlib.ExitStack, prefill: Prefill, asker: Asker
+) -> None:
+    class Held:
+        """The real engine cannot be held in the middle of a push: here the first one waits until it may end."""
+
+        def __init__(self) -> None:
+            self.pushes = 0
+            self.may_end = threading.Event()
+
+        def batch_transfer_sync_write(self, *args: Any) -> int:
+            self.pushes += 1
+            if self.pushes == 1:
+                self.may_end.wait(PATIENCE_S)
+            return 0
+
+    others = [Asker(prefill), Asker(prefill)]
+    held = Held()
+    for end in (held.may_end.set, *(other.close for other in others)):
+        world.callback(end)
+    real, prefill.worker.engine = prefill.worker.engine, held
+    try:
+        prefill.send({"p-r": [], "p-s": []})
+        asker.ask({"r": [[7, 8, 9]], "s": [[10, 11, 12]]})
+        prefill.until(lambda: prefill.worker._asked["t-s"] == 1, "the question for both")
+        prefill.send({"p-r": BLOCKS})
+        prefill.until(lambda: held.pushes == 1, "the push that holds the question up")
+        prefill.send({"p-s": BLOCKS})
+        others[0].ask({"s": [[10, 11, 12]]})
+        assert others[0].answer().ok_reqs == ["s"]
+        others[1].ask({"s": [[10, 11, 12]]})  # and there is an entry for the transfer again
+        prefill.until(lambda: prefill.worker._asked["t-s"] == 2, "the question that comes too late")
+        held.may_end.set()
+        assert asker.answer().ok_reqs == ["r"]
+        last = asker.answer()
+        assert (last.ok_reqs, last.err_reqs, last.err_msg) == (None, ["s"], SENT_BEFORE)
+        assert held.pushes == 2
+    finally:
+        prefill.worker.engine = real
 
 
 def test_a_question_that_cannot_be_planned_does_not_hold_the_blocks_for_ever(prefill: Prefill, asker: Asker) -> None:
