@@ -223,7 +223,7 @@ def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:
     which = f" ({words.ranges(opened.ranks)})" if expected > 1 else ""
     sizes = f" of {words.listed(dict.fromkeys(opened.block_sizes))} tokens" if opened.block_sizes else ""
     usable = words.plural(opened.num_blocks - 1, "usable GPU block")
-    pool = f"; {usable}{sizes}, and the null block" if opened.num_blocks else ""
+    pool = f"; {usable}{sizes}" if opened.num_blocks else ""  # without the null block, which holds no KV
     groups = len(opened.block_sizes)
     grouped = f"; {groups} groups of blocks, a block that is named without one is of group 0" if groups > 1 else ""
     yield from page.row("Shape", f"{words.plural(expected, 'rank')}{which}{pool}{grouped}")

@@ -241,8 +241,8 @@ class LoadFailed(Verdict):
         elif code == "LEASE_EXPIRED":
             took = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
             culprit = (
-                f"the lease of the keys ran out before the transfer ended; the call took {words.span(took)}, and "
-                f"Mooncake's default lease is {STORE_LEASE_S:g} s"
+                f"the transfer took {words.span(took)}, and the lease of the keys ran out before it ended; Mooncake's "
+                f"default lease is {STORE_LEASE_S:g} s"
             )
             advice = "Raise the master's default_kv_lease_ttl above the slowest transfer, or load less at a time."
             shown = "the code, and how long the transfer took"
