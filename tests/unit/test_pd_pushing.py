@@ -251,7 +251,7 @@ def test_blocks_of_a_send_that_is_over_are_not_read_for_a_question_that_was_held
         others[0].ask({"s": [[10, 11, 12]]})
         assert others[0].answer().ok_reqs == ["s"]
         others[1].ask({"s": [[10, 11, 12]]})  # and there is an entry for the transfer again
-        prefill.until(lambda: prefill.worker._asked["t-s"] == 2, "the question that comes too late")
+        prefill.until(lambda: "t-s" in prefill.worker.reqs_need_send, "the question that comes too late")
         held.may_end.set()
         assert asker.answer().ok_reqs == ["r"]
         last = asker.answer()
