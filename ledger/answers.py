@@ -6,6 +6,8 @@ Pure: from answers to text; this file prints nothing.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from ledger import events as ev
 from ledger import words
 from ledger.blast import BlastRadius
@@ -90,7 +92,11 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
     yield ""
     yield f"Requests reached: {len(radius.reached) or 'none in these logs'}"
     for spread in radius.reached:
-        how = f"loaded key {spread.key}" if spread.how == "loaded" else "shared blocks with a request that was reached"
+        how = (
+            f"loaded key {spread.key} and what goes with it"
+            if spread.how == "loaded"
+            else "shared blocks with a request that was reached"
+        )
         who = words.request(spread.request, spread.generation)
         yield from page.wrap("  ", f"{who} in {names[spread.log]}: {how} at event {spread.seq}", hanging=4)
     if radius.derived:
@@ -98,8 +104,15 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
         yield f"Keys stored by them afterwards, from wrong KV: {len(radius.derived):,}"
         for key, (log, request) in list(radius.derived.items())[:50]:
             yield from page.wrap("  ", f"{key} by request {request} in {names[log]}", hanging=4)
-    if not radius.complete:
+    if not radius.followed:
         yield "The chain is longer than what was followed; there may be more."
+
+
+def lost_lines(name: str, gaps: Sequence[ev.Gap], width: int = WIDTH) -> Iterator[str]:
+    """Yield what an answer could not know, because the log has lost it."""
+    if gaps:
+        told = f"{name} has lost {words.gaps(gaps)}. What happened there is not in this answer."
+        yield from Page(width).row("Lost", told)
 
 
 def next_lines(case: Case, name: str, width: int = WIDTH) -> Iterator[str]:
@@ -123,7 +136,9 @@ def state_lines(state: State, last: ev.Event | None, width: int = WIDTH) -> Iter
     """Yield a whole book as text."""
     page = Page(width)
     book = state.book
-    if last is not None:
+    if last is None:
+        yield "There is no event before that moment."
+    else:
         yield f"After event {last.seq} at {words.timestamp(last.ts_ns)}"
     yield from page.row("Digest", state.digest())
     yield from page.row("Pinned", words.plural(state.pinned_blocks(), "block"))
@@ -145,5 +160,5 @@ def _record(entry: Any) -> str:
     return ", ".join(
         f"{name} {words.blocks(value) if name == 'blocks' else value}"
         for name, value in fields.items()
-        if value not in ((), {}, None)
+        if value not in ((), {}, None, "", msgspec.UNSET)
     )

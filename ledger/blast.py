@@ -56,7 +56,8 @@ class BlastRadius(msgspec.Struct):
         keys: tainted keys that the job stored itself.
         derived: by key, the log and request that stored it after having read wrong KV.
         reached: the requests that were reached, in the order in which they were found.
-        complete: whether every chain was followed to its end.
+        followed: whether every chain was followed to its end.
+        complete: whether it was, and no log has lost events in which more could have been reached.
     """
 
     job: int
@@ -65,6 +66,7 @@ class BlastRadius(msgspec.Struct):
     keys: list[str] = []
     derived: dict[str, tuple[int, str]] = {}
     reached: list[Spread] = []
+    followed: bool = True
     complete: bool = True
 
 
@@ -93,7 +95,7 @@ def blast_radius(readers: Sequence[Events], job: int, log: int | None = None) ->
             _Round(index, number, tainted, marked, radius, job if index == chosen else -1).follow(read())
         if (len(tainted), len(marked)) == before:
             return radius
-    radius.complete = False
+    radius.followed = radius.complete = False
     return radius
 
 

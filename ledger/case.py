@@ -481,7 +481,20 @@ def ask_blast_radius(paths: Sequence[Path], job: int, progress: Progress | None 
     Raises:
         LedgerFileError: a file cannot be read.
     """
-    return blast_radius([partial(_again, path, None, progress) for path in paths], job)
+    radius = blast_radius([partial(_again, path, None, progress) for path in paths], job)
+    if radius is not None and any(gaps_of(path) for path in paths):
+        radius.complete = False
+    return radius
+
+
+def gaps_of(path: Path) -> list[ev.Gap]:
+    """Return what a log has lost.
+
+    Raises:
+        LedgerFileError: the file cannot be read.
+    """
+    with open_log(path) as log:
+        return log.gaps()
 
 
 def minimize_file(

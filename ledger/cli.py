@@ -19,6 +19,7 @@ from typing import IO, Any, TypeVar
 import click
 
 from ledger import __version__
+from ledger.blast import BlastRadius
 from ledger.case import Interest, Moment, Progress
 from ledger.errors import LedgerError, LedgerFileError
 
@@ -132,7 +133,7 @@ def state(file: Path, moment: Moment | None, as_json: bool) -> int:
     if as_json:
         _print_text(book.encode().decode() + "\n")
     else:
-        _print(answers.state_lines(book, last, _width()))
+        _print([*answers.state_lines(book, last, _width()), *_lost(file)])
     return OK
 
 
@@ -147,7 +148,7 @@ def why(file: Path, request: str, moment: Moment | None) -> int:
 
     with _progress() as progress:
         answer = ask_why(file, request, moment, progress)
-    _print(answers.why_lines(answer, _width()))
+    _print([*answers.why_lines(answer, _width()), *_lost(file)])
     return FOUND if answer.findings else OK
 
 
@@ -161,7 +162,7 @@ def blame(file: Path, block: tuple[int, int]) -> int:
 
     with _progress() as progress:
         uses = ask_blame(file, block, progress)
-    _print(answers.blame_lines(block, uses, _width()))
+    _print([*answers.blame_lines(block, uses, _width()), *_lost(file)])
     return OK
 
 
@@ -178,16 +179,23 @@ def diff(file: Path, earlier: Moment, later: Moment) -> int:
     from ledger.case import ask_diff
 
     changes, first_seq, last_seq = ask_diff(file, earlier, later)
-    _print(answers.diff_lines(changes, first_seq, last_seq, _width()))
+    _print([*answers.diff_lines(changes, first_seq, last_seq, _width()), *_lost(file)])
     return OK
 
 
 @cli.command("blast-radius")
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@click.option("--job", type=click.IntRange(0), required=True, help="The store job whose KV is wrong.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as data.")
+@click.option(
+    "--job",
+    "jobs",
+    type=click.IntRange(0),
+    required=True,
+    multiple=True,
+    help="A store job whose KV is wrong; again for more.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as data: a list, if more than one job is named.")
 @click.option("--keys", "only_keys", is_flag=True, help="Print the hashes of the keys alone, one a line, for grep -Ff.")
-def blast_radius(files: tuple[Path, ...], job: int, as_json: bool, only_keys: bool) -> int:
+def blast_radius(files: tuple[Path, ...], jobs: tuple[int, ...], as_json: bool, only_keys: bool) -> int:
     """Say how far wrong KV has come: keys, requests that loaded them, and what those stored.
 
     Several FILES are the logs of engines that share a store. A key of the store ends in its hash, so that with the
@@ -196,20 +204,27 @@ def blast_radius(files: tuple[Path, ...], job: int, as_json: bool, only_keys: bo
     from ledger import answers, report_data
     from ledger.case import ask_blast_radius
 
+    if as_json and only_keys:
+        raise click.UsageError("--json and --keys are two forms of the same answer; give one")
     logs = _distinct(files)
-    with _progress() as progress:
-        radius = ask_blast_radius(logs, job, progress)
-    if radius is None:
-        raise click.UsageError(f"none of the files has a store job {job}")
-    if only_keys:
-        _print(list(dict.fromkeys((*radius.keys, *radius.derived))))
-        return FOUND if radius.judged else OK
+    radii: list[BlastRadius] = []
+    for job in dict.fromkeys(jobs):
+        with _progress() as progress:
+            radius = ask_blast_radius(logs, job, progress)
+        if radius is None:
+            raise click.UsageError(f"none of the files has a store job {job}")
+        radii.append(radius)
     names = [str(file) for file in logs]
-    if as_json:
-        _print_json(report_data.radius_data(radius, names))
+    if only_keys:
+        _print(list(dict.fromkeys(key for radius in radii for key in (*radius.keys, *radius.derived))))
+    elif as_json:
+        data = [report_data.radius_data(radius, names) for radius in radii]
+        _print_json(data if len(data) > 1 else data[0])
     else:
-        _print(answers.radius_lines(radius, names, _width()))
-    return FOUND if radius.judged else OK
+        for radius in radii:
+            _print([*answers.radius_lines(radius, names, _width()), *([""] if radius is not radii[-1] else [])])
+        _print(_lost(*logs))
+    return FOUND if any(radius.judged for radius in radii) else OK
 
 
 @cli.command()
@@ -346,9 +361,9 @@ def tail(file: Path, number: int, follow: bool) -> int:
         after = max(last - number, 0)
         while True:
             live = log.end == "live"  # asked before reading, so that what the engine wrote last is still read
-            for event in log.events(after_seq=after):
-                _write(words.line(event) + "\n")
-                after = event.seq
+            for place, text in words.lines(log.events(after_seq=after)):
+                _write(text + "\n")
+                after = place
             if not follow or not live:
                 return OK
             sys.stdout.flush()
@@ -511,6 +526,14 @@ def _write(text: str) -> None:
 def _print_text(text: str) -> None:
     with _reader_may_leave():
         _write(text)
+
+
+def _lost(*files: Path) -> list[str]:
+    """Return lines that say what the logs have lost, for answers that know nothing of it."""
+    from ledger import answers
+    from ledger.case import gaps_of
+
+    return [line for file in files for line in answers.lost_lines(file.name, gaps_of(file), _width())]
 
 
 def _width() -> int:

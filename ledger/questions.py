@@ -6,6 +6,7 @@ nothing.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -254,10 +255,14 @@ def diff(earlier: State, later: State, between: Iterable[ev.AnyEvent]) -> Diff:
     )
 
 
+def _value(value: Any) -> str:
+    return "nothing" if value in ((), {}, None, "", msgspec.UNSET) else f"{value}"
+
+
 def _change(old: msgspec.Struct, new: msgspec.Struct) -> str:
     changes: list[str] = []
     for name in old.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
         if before != after and name != "since_seq":
-            changes.append(f"{name} {before!r} became {after!r}")
+            changes.append(f"{name.replace('_', ' ')} {_value(before)} became {_value(after)}")
     return ", ".join(changes)

@@ -209,9 +209,20 @@ class LogFile:
             FileCorrupt: the file is damaged where the query looks.
         """
         try:
-            yield from self._patiently(lambda: self._connection.execute(sql))
+            # No `yield from`: it would close the cursor with the generator, and that may be after the connection.
+            for row in self._patiently(lambda: self._connection.execute(sql)):  # noqa: UP028
+                yield row
         except _DAMAGE as error:
             raise self.problem(error) from error
+
+    def gaps(self) -> list[ev.Gap]:
+        """Return all gaps of the log, without a fold.
+
+        Raises:
+            FileCorrupt: the file is damaged.
+        """
+        lines = [bytes(data) for (data,) in self.query("SELECT data FROM events WHERE kind = 'gap' ORDER BY seq")]
+        return _GAPS_DECODER.decode(b"[" + b",".join(lines) + b"]")
 
     def copy(self, target: Path) -> None:
         """Copy the log as it is now into a new file, without a write-ahead log. A live one goes on meanwhile.
@@ -511,5 +522,6 @@ _COPY_AGAIN = (
 )
 _UPGRADE = "Upgrade kvledger to read it."
 _DECODER: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
+_GAPS_DECODER: msgspec.json.Decoder[list[ev.Gap]] = msgspec.json.Decoder(list[ev.Gap])
 _PAGE_DECODER: msgspec.json.Decoder[list[ev.AnyEvent]] = msgspec.json.Decoder(list[ev.AnyEvent])
 _FIELDS_DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])

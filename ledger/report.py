@@ -45,7 +45,6 @@ SILENCE_NS = 15_000_000_000
 """A log without an event for longer than this, in nanoseconds, was silent: an engine that idles says that it lives."""
 
 SHOWN_KEYS = 8
-SHOWN_GAPS = 5
 
 
 def text(case: Case, *, check: bool = False, width: int = WIDTH) -> Iterator[str]:
@@ -178,7 +177,7 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     yield from page.row(
         "Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {took}"
     )
-    gaps = _gaps(result.trail.gaps)
+    gaps = words.gaps(result.trail.gaps)
     no_gap = "" if gaps else ", without a gap"
     yield from page.row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}{no_gap}")
     yield from page.row("End", ending(result))
@@ -191,26 +190,6 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
         first = result.refusals[0]
         which = f"{result.refused:,} events, the first of them " if result.refused > 1 else ""
         yield from page.row("Refused", f"{which}event {first.event.seq}, which the book does not accept: {first.rule}")
-
-
-def _gaps(gaps: Sequence[ev.Gap]) -> str:
-    """Return what is lost, those in a row of one origin and reason as one; empty if nothing is."""
-    runs: list[list[ev.Gap]] = []
-    for gap in gaps:
-        before = runs[-1][-1] if runs else None
-        if before is not None and (before.seq + 1, before.origin, before.reason) == (gap.seq, gap.origin, gap.reason):
-            runs[-1].append(gap)
-        else:
-            runs.append([gap])
-    told: list[str] = []
-    for run in runs[:SHOWN_GAPS]:
-        first, last = run[0], run[-1]
-        counted = sum(gap.dropped for gap in run) if all(gap.dropped for gap in run) else 0
-        where = f"event {first.seq}" if len(run) == 1 else f"events {first.seq} to {last.seq}"
-        told.append(f"{words.lost(counted)} of {first.origin} at {where} ({first.reason})")
-    if len(runs) > SHOWN_GAPS:
-        told.append(f"and {words.plural(len(runs) - SHOWN_GAPS, 'more gap')}")
-    return "; ".join(told)
 
 
 def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:

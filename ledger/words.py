@@ -4,7 +4,8 @@ Plain ASCII words that read well aloud and in a log collector. All times are UTC
 more than one place.
 """
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -54,6 +55,30 @@ def plural(number: int, noun: str, many: str = "") -> str:
 def lost(number: int) -> str:
     """Return how many events a gap stands for: 0 means that nobody could count them."""
     return plural(number, "event") if number else "an unknown number of events"
+
+
+SHOWN_GAPS = 5
+"""Losses that are told one by one."""
+
+
+def gaps(found: Sequence[ev.Gap]) -> str:
+    """Return what is lost, those in a row of one origin and reason as one; empty if nothing is."""
+    runs: list[list[ev.Gap]] = []
+    for gap in found:
+        before = runs[-1][-1] if runs else None
+        if before is not None and (before.seq + 1, before.origin, before.reason) == (gap.seq, gap.origin, gap.reason):
+            runs[-1].append(gap)
+        else:
+            runs.append([gap])
+    told: list[str] = []
+    for run in runs[:SHOWN_GAPS]:
+        first, last = run[0], run[-1]
+        counted = sum(gap.dropped for gap in run) if all(gap.dropped for gap in run) else 0
+        where = f"event {first.seq}" if len(run) == 1 else f"events {first.seq} to {last.seq}"
+        told.append(f"{lost(counted)} of {first.origin} at {where} ({first.reason})")
+    if len(runs) > SHOWN_GAPS:
+        told.append(f"and {plural(len(runs) - SHOWN_GAPS, 'more gap')}")
+    return "; ".join(told)
 
 
 def ranges(runs: Ranges, limit: int = 8) -> str:
@@ -161,6 +186,17 @@ def line(event: ev.Event) -> str:
     """Return an event as one line: its place, its time, who said it, and what happened."""
     source = "" if event.source == ev.SCHEDULER else f"{event.source}: "
     return f"{event.seq:>8}  {clock(event.ts_ns)}  {source}{describe(event)}"
+
+
+def lines(events: Iterable[ev.Event]) -> Iterator[tuple[int, str]]:
+    """Yield each event's place and line; gaps in a row, of which a salvaged file may have thousands, as one."""
+    for is_gap, run in itertools.groupby(events, key=lambda event: isinstance(event, ev.Gap)):
+        if not is_gap:
+            yield from ((event.seq, line(event)) for event in run)
+            continue
+        found = [event for event in run if isinstance(event, ev.Gap)]
+        told = line(found[0]) if len(found) == 1 else f"{found[0].seq:>8}  {clock(found[0].ts_ns)}  GAPS: {gaps(found)}"
+        yield found[-1].seq, told
 
 
 def describe(event: ev.Event) -> str:
