@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ledger import events as ev
+from ledger import words
 from ledger.blast import BlastRadius, blast_radius
 from ledger.blocks import Blocks
 from ledger.errors import LedgerFileError, NotInLog
@@ -517,5 +518,5 @@ def minimize_file(
         meta, ending = log.meta, log.end
         smaller = minimize(list(log.events()), kind, ending, progress)
     if smaller is not None:
-        write_log(target, {**meta, "minimized_from": path.name}, smaller.events)
+        write_log(target, {**meta, "minimized_from": words.file(path.name)}, smaller.events)
     return smaller

@@ -7,6 +7,7 @@ traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import sys
@@ -201,7 +202,7 @@ def blast_radius(files: tuple[Path, ...], jobs: tuple[int, ...], as_json: bool, 
     Several FILES are the logs of engines that share a store. A key of the store ends in its hash, so that with the
     store's list of keys `--keys` finds those to remove.
     """
-    from ledger import answers, report_data
+    from ledger import answers, report_data, words
     from ledger.case import ask_blast_radius
 
     if as_json and only_keys:
@@ -214,7 +215,7 @@ def blast_radius(files: tuple[Path, ...], jobs: tuple[int, ...], as_json: bool, 
         if radius is None:
             raise click.UsageError(f"none of the files has a store job {job}")
         radii.append(radius)
-    names = [str(file) for file in logs]
+    names = [words.file(file) for file in logs]
     if only_keys:
         _print(list(dict.fromkeys(key for radius in radii for key in (*radius.keys, *radius.derived))))
     elif as_json:
@@ -270,9 +271,10 @@ def seal(source: Path, target: Path, salvage: bool) -> int:
         made = make(
             source, target, None if progress is None else lambda done: progress(source, done, 0), salvage=salvage
         )
+    events = words.plural(made.events - made.lost, "event")
     _print(
         [
-            f"{made.target}: {words.plural(made.events, 'event')}, {words.size(made.size_bytes)}; it was {made.end}",
+            f"{made.target}: {events}, {words.size(made.size_bytes)}; it was {made.end}",
             *(
                 [f"{words.plural(made.lost, 'event')} could not be read; a gap stands in each place"]
                 if made.lost
@@ -500,6 +502,9 @@ def _open_closed_streams() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115, PTH123 - open for good
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may hold what the terminal cannot show
 
 
 def _silence(stream: IO[str]) -> None:

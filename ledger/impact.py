@@ -4,8 +4,10 @@ The findings say what became of requests; what is held is read from the books as
 from results to text. This file knows the case, and prints nothing.
 """
 
+import re
 from collections.abc import Iterator
 
+from ledger import words
 from ledger.blocks import numbers
 from ledger.case import Case
 from ledger.incidents import FREED, WRONG_KV, Incident
@@ -28,6 +30,7 @@ def impact(incident: Incident, case: Case) -> str:
         told.update(dict.fromkeys(f"{clause}{where}" for clause in finding.impact))
     held = list(_held(incident, case))
     told.update(dict.fromkeys(_stored(incident, case)))
+    told = dict.fromkeys(_together(list(told)))
     if not told:
         told["no request is seen to suffer from it"] = None
     if held:
@@ -35,6 +38,27 @@ def impact(incident: Incident, case: Case) -> str:
     elif _is_over(incident, case):
         told["it is over: nothing of it is open at the end"] = None
     return "; ".join(told)
+
+
+_ANSWER = re.compile(
+    r"the answer of request (?P<who>\S+), which loaded these keys, (?P<how>is unreliable|may be wrong)"
+)
+
+
+def _together(clauses: list[str]) -> Iterator[str]:
+    """Yield clauses, those that say the same of one request each as one, where the first of them stood."""
+    alike: dict[str, list[str]] = {}
+    for clause in clauses:
+        if found := _ANSWER.fullmatch(clause):
+            alike.setdefault(found["how"], []).append(found["who"])
+    for clause in clauses:
+        found = _ANSWER.fullmatch(clause)
+        who = alike.pop(found["how"], []) if found else []
+        if len(who) > 1:
+            how = "are unreliable" if found and found["how"] == "is unreliable" else "may be wrong"
+            yield f"the answers of {len(who)} requests ({words.listed(who)}), which loaded such keys, {how}"
+        elif who or not found:
+            yield clause
 
 
 def engine(case: Case, index: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 import msgspec
 
 from ledger import events as ev
+from ledger.incidents import CERTAINTIES
 from ledger.replay import Replay
 from ledger.verdicts import Finding
 
@@ -47,7 +48,7 @@ def minimize(
 
     Args:
         events: a log.
-        kind: the kind of finding; the first one of that kind is kept.
+        kind: the kind of finding; of that kind the first of the most certain is kept.
         ending: how a log without `log_closed` ended, see `ledger.trail.End`.
         progress: told now and then the trials so far and the events left.
 
@@ -67,6 +68,11 @@ def minimize(
     numbered = renumbered(kept)
     finding = search.find(numbered)
     return Minimal(numbered, finding, search.trials) if finding is not None else None
+
+
+def _stays(event: ev.AnyEvent) -> bool:
+    """Whether an event is left in whatever happens: how a log ends and what it has lost decides how certain it is."""
+    return isinstance(event, ev.LogOpened | ev.LogClosed | ev.Gap)
 
 
 def renumbered(events: Sequence[ev.AnyEvent]) -> list[ev.AnyEvent]:
@@ -90,7 +96,8 @@ class _Search:
     def begin(self, events: Sequence[ev.AnyEvent]) -> bool:
         """Take the finding of the whole log as what must stay. Return whether there is one."""
         result = Replay().feed(events).result(self._ending)
-        found = next((finding for finding in result.findings if finding.kind == self._kind), None)
+        alike = [finding for finding in result.findings if finding.kind == self._kind]
+        found = min(alike, key=lambda finding: CERTAINTIES.index(finding.certainty), default=None)
         if found is None:
             return False
         self._kinds = {finding.kind for finding in result.findings}
@@ -110,13 +117,13 @@ class _Search:
 
     def reduce(self, events: list[ev.AnyEvent], unit: Unit) -> list[ev.AnyEvent]:
         """Return a smaller log, made by leaving out whole units, in halves, quarters, and so on."""
-        units = list(dict.fromkeys(unit(event) for event in events))
+        units = list(dict.fromkeys(unit(event) for event in events if not _stays(event)))
         size = max(len(units) // 2, 1)
         while units:
             start, smaller = 0, False
             while start < len(units):
                 left_out = set(units[start : start + size])
-                trial = [event for event in events if unit(event) not in left_out]
+                trial = [event for event in events if _stays(event) or unit(event) not in left_out]
                 if trial and self.find(renumbered(trial)) is not None:
                     events, smaller = trial, True
                     del units[start : start + size]

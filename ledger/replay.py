@@ -195,8 +195,9 @@ class Replay:
         result.refused += 1
         if result.refused <= KEPT_REFUSALS:
             result.refusals.append(Refusal(event, refused.rule, refused.detail))
-        for verdict in self.verdicts:
-            verdict.refused(event, refused)
+        if self.trail.lost_of_file is None:  # else what it refers to may be among what is lost
+            for verdict in self.verdicts:
+                verdict.refused(event, refused)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:
         result = self._result
@@ -265,10 +266,12 @@ def _in_doubt(finding: Finding, lost: ev.Gap | None) -> Finding:
     """Return a finding as it is, or in doubt: what a damaged file has lost may be what would speak against it."""
     if lost is None or finding.kind == "torn_log":
         return finding
-    doubt = f"the file has lost events, the first at event {lost.seq}, which may say otherwise"
     return msgspec.structs.replace(
         finding,
-        certainty="undecidable" if finding.certainty == "proven" else finding.certainty,
-        doubt="; ".join(part for part in (finding.doubt, doubt) if part),
+        certainty="undecidable",
+        doubt=f"the file has lost events, the first at event {lost.seq}, and they may say otherwise",
+        culprit=f"if nothing that is lost says otherwise: {finding.culprit}",
+        advice=f"First find the whole log, where it was written. If there is none: {finding.advice}",
+        brief=f"as far as the file goes, which has lost events: {finding.brief or finding.title}",
         shown="",
     )

@@ -46,6 +46,9 @@ SILENCE_NS = 15_000_000_000
 
 SHOWN_KEYS = 8
 
+CLOCK_SET_NS = 5_000_000_000
+"""A difference of the two clocks that is no drift, and no event of a worker that came late."""
+
 
 def text(case: Case, *, check: bool = False, width: int = WIDTH) -> Iterator[str]:
     """Yield the report, line by line.
@@ -131,7 +134,7 @@ def headline(case: Case) -> str:
             )
             return f"Nothing to judge: there is no event before that moment; {begins}."
         lost = lost_events([log.result for log in case.logs])
-        return f"Nothing wrong was found{about}{f' in what is left; {lost} were lost' if lost else ''}."
+        return f"Nothing wrong was found{about}{f' in what is left; lost: {lost}' if lost else ''}."
     counted = Counter((finding.kind, finding.certainty) for _, finding in case.findings)
     kinds = sorted(counted.items(), key=lambda item: CERTAINTIES.index(item[0][1]))
     told = ", ".join(f"{f'{number} ' if number > 1 else ''}{kind} ({certain})" for (kind, certain), number in kinds)
@@ -173,9 +176,8 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
         none = "none up to this moment"
         yield from page.row("Events", "no event yet: its engine has just begun" if log.empty else none)
         return
-    took = words.span(result.last.ts_ns - result.first.ts_ns)
     yield from page.row(
-        "Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {took}"
+        "Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {_length(result)}"
     )
     gaps = words.gaps(result.trail.gaps)
     no_gap = "" if gaps else ", without a gap"
@@ -190,6 +192,19 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
         first = result.refusals[0]
         which = f"{result.refused:,} events, the first of them " if result.refused > 1 else ""
         yield from page.row("Refused", f"{which}event {first.event.seq}, which the book does not accept: {first.rule}")
+
+
+def _length(result: Result) -> str:
+    """Return how long a log is, by the scheduler's monotonic clock where the wall clock was set meanwhile."""
+    if result.first is None or result.last is None:
+        return ""
+    wall_ns = result.last.ts_ns - result.first.ts_ns
+    if result.end is None or result.first.source != ev.SCHEDULER:
+        return words.span(wall_ns)
+    mono_ns = result.end.now_mono_ns - result.first.mono_ns
+    if abs(wall_ns - mono_ns) < CLOCK_SET_NS:
+        return words.span(wall_ns)
+    return f"{words.span(mono_ns)}; the wall clock was set meanwhile, so that times of day mislead"
 
 
 def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:
@@ -341,10 +356,28 @@ def _steps(incident: Incident, case: Case) -> list[str]:
             (urgent if first else steps).setdefault((log, finding.also))
     told = [head.other_log] if head.other_log else []
     before = -1
+    steps = _together(steps)
     for log, step in (*urgent, *steps):
-        named = step.replace(" FILE ", f" {case.logs[log].path} ")
+        named = step.replace(" FILE ", f" {words.file(case.logs[log].path)} ")
         told.append(named if log == before else f"On engine {engine(case, log)}: {named}")
         before = log
+    return told
+
+
+_SAME_FOR_A_JOB = re.compile(r"The same for the keys of job (\d+)\.")
+
+
+def _together(steps: dict[tuple[int, str], None]) -> dict[tuple[int, str], None]:
+    """Return the steps with those that say the same of one job each as one."""
+    jobs: dict[int, list[str]] = {}
+    for log, step in steps:
+        if found := _SAME_FOR_A_JOB.fullmatch(step):
+            jobs.setdefault(log, []).append(found[1])
+    told = {(log, step): None for log, step in steps if not _SAME_FOR_A_JOB.fullmatch(step)}
+    for log, numbers in jobs.items():
+        options = " ".join(f"--job {number}" for number in numbers)
+        what = f"job {numbers[0]}" if len(numbers) == 1 else f"jobs {', '.join(numbers)}"
+        told[log, f"The same for the keys of {what}: add `{options}` there."] = None
     return told
 
 

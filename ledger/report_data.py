@@ -22,7 +22,7 @@ def data(case: Case) -> dict[str, Any]:
     lasts = [result.last.ts_ns for result in results if result.last is not None]
     return {
         "log": {
-            "files": [str(log.path) for log in case.logs],
+            "files": [words.file(log.path) for log in case.logs],
             "engine": ", ".join(dict.fromkeys(result.opened.engine for result in results if result.opened is not None)),
             "events": sum(result.events for result in results),
             "first": words.timestamp(min(firsts)) if firsts else None,
@@ -30,7 +30,7 @@ def data(case: Case) -> dict[str, Any]:
             "clean_end": all(_clean(result) for result in results),
             "gaps": [
                 {
-                    "file": str(log.path),
+                    "file": words.file(log.path),
                     "seq": gap.seq,
                     "origin": gap.origin,
                     "dropped": gap.dropped,
@@ -121,7 +121,7 @@ def _log_data(log: LogResult, findings: Sequence[int]) -> dict[str, Any]:
     result, story = log.result, log.result.story
     opened = result.opened
     return {
-        "file": str(log.path),
+        "file": words.file(log.path),
         "sealed": log.sealed,
         "broken_seal": log.broken_seal or None,
         "minimized_from": log.meta.get("minimized_from"),

@@ -32,7 +32,7 @@ import msgspec
 import ledger
 from ledger import events as ev
 from ledger import salvage as salvage_pages
-from ledger import sqlite
+from ledger import sqlite, words
 from ledger.errors import FileCorrupt, LedgerFileError, LedgerNotWritable
 from ledger.files import refuse_existing, taken
 from ledger.reader import End, LogFile, open_log
@@ -196,7 +196,7 @@ def _seal(log: LogFile, unfinished: Path, target: Path, progress: Callable[[int]
                 ledger.__version__,
                 events,
                 head.hex(),
-                log.path.name,
+                words.file(log.path.name),
                 end,
             ),
         )

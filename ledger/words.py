@@ -7,6 +7,7 @@ more than one place.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from ledger import events as ev
@@ -45,6 +46,11 @@ def size(number_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def file(path: Path | str) -> str:
+    """Return a file's name or path as text that every encoding takes: a name may be bytes that are no UTF-8."""
+    return str(path).encode(errors="backslashreplace").decode()
 
 
 def plural(number: int, noun: str, many: str = "") -> str:

@@ -413,7 +413,33 @@ def test_seal_salvages_what_can_be_read_of_a_cut_log_and_says_what_is_lost(
     assert "seal --salvage" in capsys.readouterr().err
     assert cli.run(["seal", "--salvage", bad, str(tmp_path / "incident.db")]) == 0
     assert "1 event could not be read; a gap stands in each place" in capsys.readouterr().out
-    assert cli.run(["replay", str(tmp_path / "incident.db")]) == 1
+    # Without the event that registered its job nothing can be said of the leak, and that is said.
+    assert cli.run(["replay", str(tmp_path / "incident.db")]) == 0
+    assert "lost: 1 event." in capsys.readouterr().out.partition("\n\n")[0]
+    assert cli.run(["state", str(tmp_path / "incident.db")]) == 0
+    assert "What happened there is not in this answer." in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_blast_radius_is_not_complete_where_the_log_has_lost_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (poisoned,) = [path for path in incidents() if path.stem == "poisoned-keys"]
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(poisoned.read_bytes())
+    changed(copy, "DELETE FROM events WHERE seq = 331")
+    assert cli.run(["seal", "--salvage", str(copy), str(tmp_path / "incident.db")]) == 0
+    capsys.readouterr()
+    cli.run(["blast-radius", str(tmp_path / "incident.db"), "--job", "7", "--json"])
+    assert json.loads(capsys.readouterr().out)["complete"] is False
+
+
+def test_a_name_that_is_no_text_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (poisoned,) = [path for path in incidents() if path.stem == "poisoned-keys"]
+    named = tmp_path / os.fsdecode(b"\xffx.db")
+    named.write_bytes(poisoned.read_bytes())
+    assert cli.run(["replay", str(named), "--json"]) == 1
+    assert "\\udcffx.db" in json.loads(capsys.readouterr().out)["log"]["files"][0]
+    assert cli.run(["seal", "--salvage", str(named), str(tmp_path / "incident.db")]) == 0
 
 
 def test_a_command_that_is_misspelt_is_asked_for_with_one_mark(capsys: pytest.CaptureFixture[str]):

@@ -307,7 +307,7 @@ def test_minimize_writes_a_log_that_can_be_replayed(
 ):
     target = tmp_path / "small.db"
     assert cli.run(["minimize", str(files["s3"]), "--finding", "leak", "-o", str(target)]) == 0
-    assert capsys.readouterr().out.startswith(f"{target}: 5 events left")
+    assert capsys.readouterr().out.startswith(f"{target}: 6 events left")
     case = replay_files([target])
     assert [finding.kind for _, finding in case.findings] == ["leak"]
     with open_log(target) as log:
@@ -397,7 +397,7 @@ def test_a_log_with_gaps_is_not_called_healthy_as_a_whole(
     log.finishes("R")
     assert cli.run(["replay", str(log.closes().save(tmp_path / "a.db"))]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"Nothing wrong was found in what is left; {told} were lost.\n")
+    assert out.startswith(f"Nothing wrong was found in what is left; lost: {told}.\n")
     assert "Story in numbers, each of them at least\n" in out
 
 
