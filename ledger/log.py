@@ -26,6 +26,9 @@ CHECKPOINT_INTERVAL_EVENTS = 512
 QUEUE_LIMIT_EVENTS = 200_000
 """Events kept in memory while the disk does not take them: about 60 MB, or minutes of a busy engine."""
 
+TOO_SLOW = "the writer could not keep up"
+"""Why events wait in memory, unless the writer knows better."""
+
 
 class Log:
     """The log of one engine start.
@@ -39,6 +42,7 @@ class Log:
 
     Attributes:
         step: the engine step that events are stamped with; the connector advances it.
+        unwritten_because: why the writer does not take events, for the gap that may follow. The writer keeps it.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Log:
         self._mono_ns = mono_ns
         self._losses: dict[tuple[str, str], list[int]] = {}
         self._must_snapshot = False
+        self.unwritten_because = TOO_SLOW
 
     @property
     def last_seq(self) -> int:
@@ -151,9 +156,7 @@ class Log:
             self._drop(event)
 
     def _drop(self, event: ev.Event) -> None:
-        self._count_loss(
-            event.source, "the writer could not keep up and the queue was full", 1, event.ts_ns, event.ts_ns
-        )
+        self._count_loss(event.source, f"{self.unwritten_because} and the queue was full", 1, event.ts_ns, event.ts_ns)
         if event.source == ev.SCHEDULER:
             self._must_snapshot = True
 

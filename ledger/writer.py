@@ -27,7 +27,7 @@ import ledger
 from ledger import events as ev
 from ledger import sqlite
 from ledger.errors import LedgerNotWritable
-from ledger.log import Log
+from ledger.log import TOO_SLOW, Log
 
 logger = logging.getLogger("kvledger")
 
@@ -255,6 +255,7 @@ class Writer:
             return
         self._failing_since_s = time.monotonic()
         self._pause_s = FIRST_RETRY_S
+        self._log.unwritten_because = f"the log could not be written ({sqlite.explain(error)})"
         logger.warning(
             "kvledger: cannot write %s: %s. The engine serves on, and events are kept in memory; when there are more "
             "than queue_limit_events of them, the rest is dropped and a gap is recorded.",
@@ -265,6 +266,7 @@ class Writer:
     def _recovered(self) -> None:
         failing_s = time.monotonic() - (self._failing_since_s or 0.0)
         self._failing_since_s = None
+        self._log.unwritten_because = TOO_SLOW
         logger.warning("kvledger: %s is written again, after %.1f s.", self.path, failing_s)
 
 

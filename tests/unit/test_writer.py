@@ -237,6 +237,24 @@ def test_a_full_disk_costs_nothing_once_there_is_room_again(tmp_path):
             assert [event.seq for event in file.events()] == list(range(1, log.last_seq + 1))
 
 
+def test_what_a_full_disk_has_cost_is_recorded_with_the_reason(tmp_path):
+    with small_disk(tmp_path / "disk", 8_192) as disk, logged() as lines:
+        with writing(disk / "a.db", new_log(queue_limit_events=500), flush_interval_ms=1) as (log, writer):
+            assert writer.flush(timeout_s=60)
+            fill(disk / "ballast")
+            append_requests(log, 100)
+            lines.wait_for("cannot write")
+            append_requests(log, 2_000)
+            (disk / "ballast").unlink()
+            assert writer.flush(timeout_s=60)
+            append_requests(log, 1)
+            log.append(ev.LogClosed)
+        with open_log(disk / "a.db") as file:
+            (gap,) = file.gaps()
+    assert gap.dropped > 1_000
+    assert "the disk is full" in gap.reason
+
+
 def fill(ballast) -> None:
     with ballast.open("wb", buffering=0) as file:
         try:
