@@ -29,6 +29,9 @@ healthy twin.
 These logs are scripted after the public reports, and what they must find was written by this project, beside the
 verdicts. So the table says that the verdicts still tell these stories; it is no estimate of how they do on an incident
 that nobody has seen yet. The ids are those of the list of sources that the corpus was made from, which has no S8.
+
+The same is done with [simulated engines](score-simulator.md), where the truth is known by other means than the log, and
+with [real ones](score-engine.md), to which something was done from outside.
 """
 
 
