@@ -38,6 +38,9 @@ MODEL = {
 
 MASTER_START_TIMEOUT_S = 30
 
+SHUTDOWN_TIMEOUT_S = 60.0
+"""Mooncake's teardown takes seconds, and on a busy machine more than the 5 that vLLM gives an engine to end."""
+
 
 def free_port() -> int:
     """Return a TCP port that is free on loopback now."""
@@ -55,8 +58,7 @@ def cpu_environment(folder: Path) -> None:
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         VLLM_NO_USAGE_STATS="1",
         VLLM_RPC_BASE_PATH=str(folder),
-        # Mooncake's teardown takes seconds, and on a busy machine more than the 5 that vLLM gives an engine to end.
-        VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS="60",
+        VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=str(int(SHUTDOWN_TIMEOUT_S)),
     )
 
 
