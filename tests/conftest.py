@@ -32,13 +32,21 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 @pytest.fixture(autouse=True)
-def _plain_logger() -> Iterator[None]:
-    """Undo what a test does to kvledger's logger: the plugin's `register` moves it and the simulator silences it."""
-    logger = logging.getLogger("kvledger")
-    level, parent = logger.level, logger.parent
+def _plain_logging(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give each test kvledger's logger as it is in a new process, and undo what the test does to it.
+
+    The plugin's `register` moves the logger, and the simulator silences it for the whole of its room.
+    """
+    logger, manager = logging.getLogger("kvledger"), logging.root.manager
+    level, parent, disabled = logger.level, logger.parent, manager.disable
+    if room_of(request.path) != "simulation":
+        logger.setLevel(logging.NOTSET)
+        logger.parent = logging.root
+        manager.disable = logging.NOTSET
     yield
-    logger.parent = parent
     logger.setLevel(level)
+    logger.parent = parent
+    manager.disable = disabled
 
 
 def room_of(path: Path) -> str:
