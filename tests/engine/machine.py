@@ -38,7 +38,7 @@ MODEL = {
 
 MASTER_START_TIMEOUT_S = 30
 
-SHUTDOWN_TIMEOUT_S = 60.0
+SHUTDOWN_TIMEOUT_S = 20.0
 """Mooncake's teardown takes seconds, and on a busy machine more than the 5 that vLLM gives an engine to end."""
 
 
