@@ -79,7 +79,7 @@ class Books:
         self.next_watch_step = WATCH_INTERVAL_STEPS
         self._stall_suspect_ns = int(settings.stall_suspect_s * 1e9)
         self.policy: str = str(opened.get("policy", ""))
-        self.name: Callable[[str], str] = hashed if settings.hash_request_ids else _unchanged
+        self.name = naming(settings)
         log.append(ev.LogOpened, **opened)
 
     # --- recording --------------------------------------------------------------------------------------------------
@@ -295,3 +295,8 @@ def hashed(request_id: str) -> str:
 
 def _unchanged(request_id: str) -> str:
     return request_id
+
+
+def naming(settings: Settings) -> Callable[[str], str]:
+    """Return what gives the name in the log of a request id, or of a transfer id that a router made of one."""
+    return hashed if settings.hash_request_ids else _unchanged

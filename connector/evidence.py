@@ -230,7 +230,7 @@ class EvidenceReceiver:
             self._log.lose(batch.origin, batch.lost, "the engine process did not take the evidence in time")
         for event in batch.events:
             self._log.append_evidence(event)
-        if batch.goodbye:
+        if batch.goodbye and batch.origin not in self._gone:
             if len(self._gone | {batch.origin}) == self._ranks:
                 self._on_goodbye()
             with self._heard:

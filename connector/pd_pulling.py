@@ -31,8 +31,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Collection, Generator
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Generator
 from types import CoroutineType
 from typing import Any
 
@@ -50,8 +49,8 @@ from vllm.utils.network_utils import split_zmq_path
 from zmq.utils.monitor import recv_monitor_message
 
 from connector import pd_failures as failures
-from connector.books import hashed
 from connector.failures import FailureLog
+from connector.pd_asking import ASKING, Asking, Pull, ReplyDecoder, WatchedContext
 from connector.pd_desk import Desk, Evidence
 from connector.pd_reports import (
     NO_FAILURE,
@@ -92,105 +91,6 @@ MAX_BOOTSTRAP_ERRORS = 64
 """Addresses of which the last error is kept: they come from clients, so there may be any number of wrong ones."""
 
 
-class Pull:
-    """One request's transfer on this rank.
-
-    Attributes:
-        peers: those that may still write; None until they are known.
-        failed: something has failed, for good.
-    """
-
-    def __init__(self, meta: PullReqMeta) -> None:
-        self.meta = meta
-        self.request = meta.d_req_id
-        self.transfer = meta.transfer_id
-        self.blocks = meta.local_block_ids
-        self.peers: set[str] | None = None
-        self.failed = False
-        self.started_ns = time.monotonic_ns()
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def waited_for(self) -> bool:
-        """Whether a request waits for it. One without blocks only asks the prefill to free its own."""
-        return any(self.blocks)
-
-
-class Asking:
-    """One peer that is asked for one or more pulls, over one socket."""
-
-    def __init__(self, engine: str, name: str, address: str, pulls: dict[str, Pull]) -> None:
-        self.engine = engine
-        self.name = name
-        self.address = address
-        self.pulls = pulls
-        self.status: int | None = None
-        """The status of the peer's last answer."""
-        self.asked = False
-        """The question was given to the socket, so the peer may have it."""
-        self.lost: Failure | None = None
-        """Why no more answers are taken from a peer that may go on to write."""
-        self.late = 0
-        """Results that came late or twice."""
-        self.connected = False
-        self.task: asyncio.Task[Any] | None = None
-        self.watch: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-
-    def open_pulls(self) -> list[Pull]:
-        """Return the pulls that this peer has not settled."""
-        return [pull for pull in self.pulls.values() if pull.peers and self.name in pull.peers]
-
-
-_ASKING: ContextVar[Asking | None] = ContextVar("kvledger_asking", default=None)
-"""Whom the running task asks. Upstream's functions do not pass it on, and run in the task that does."""
-
-
-class _ReplyDecoder:
-    """Upstream's decoder of answers, which also notes the status for the peer that is being asked."""
-
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
-
-    def decode(self, message: bytes) -> MooncakeXferResponse:
-        response: MooncakeXferResponse = self._decoder.decode(message)
-        asking = _ASKING.get()
-        if asking is not None:
-            asking.status = response.status
-        return response
-
-
-class _AskingSocket(zmq.asyncio.Socket):
-    """A socket that notes when a peer is asked."""
-
-    def send(self, *args: Any, **kwargs: Any) -> Any:
-        """Send, as the base class does."""
-        note_asked()
-        return super().send(*args, **kwargs)
-
-
-def note_asked() -> None:
-    """Note that the running task has asked its peer."""
-    asking = _ASKING.get()
-    if asking is not None:
-        asking.asked = True
-
-
-class _WatchedContext(zmq.asyncio.Context):
-    """A ZeroMQ context that hands each socket to a peer to the worker that asks, before it connects."""
-
-    _socket_class = _AskingSocket
-    worker: "PullingWorker | None" = None
-
-    def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Return a new socket, as the base class does."""
-        made: Any = super().socket(socket_type, *args, **kwargs)
-        asking = _ASKING.get()
-        if asking is not None and socket_type == zmq.DEALER and self.worker is not None:
-            self.worker.watch_socket(asking, made)
-        return made
-
-
 class PullingWorker(MooncakeConnectorWorker):
     """The decode side of `LedgerMooncakeWorker`."""
 
@@ -198,6 +98,7 @@ class PullingWorker(MooncakeConnectorWorker):
     evidence: Evidence
     failures: FailureLog
     rank: int
+    logged: Callable[[str], str]
     private: bool
     group_ids: tuple[int, ...]
 
@@ -210,13 +111,13 @@ class PullingWorker(MooncakeConnectorWorker):
         self._monitor_numbers = itertools.count()
         self._closing = False
         self.watch_sockets()
-        self._xfer_resp_decoder: Any = _ReplyDecoder(self._xfer_resp_decoder)
+        self._xfer_resp_decoder: Any = ReplyDecoder(self._xfer_resp_decoder)
 
     def watch_sockets(self) -> None:
         """Replace upstream's ZeroMQ context, of which no socket was made yet, by one whose sockets are watched."""
         unused = self.async_zmq_ctx
-        watched = _WatchedContext()
-        watched.worker = self
+        watched = WatchedContext()
+        watched.watch = self.watch_socket
         # ZeroMQ starts its threads with a context's first socket, inside a call that holds the GIL: on a host whose
         # cores are all busy that takes long, and in the first transfer the whole worker would stand still.
         zmq.Context.shadow(watched.underlying).socket(zmq.PAIR).close(linger=0)
@@ -326,9 +227,9 @@ class PullingWorker(MooncakeConnectorWorker):
         self.desk.tell(PeersReport(pull.request, pull.transfer, self.rank, peers, address))
         self.evidence.emit(
             ev.TransferStarted,
-            transfer=self._logged(pull.transfer),
+            transfer=self.logged(pull.transfer),
             op="pull",
-            request=self._logged(pull.request),
+            request=self.logged(pull.request),
             blocks=self._pull_blocks(pull),
         )
 
@@ -345,7 +246,7 @@ class PullingWorker(MooncakeConnectorWorker):
         return self._ask(asking, pull_metas)
 
     async def _ask(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
-        _ASKING.set(asking)
+        ASKING.set(asking)
         with self._counted() as asking.task:
             self._restart_timer(asking)
             try:
@@ -394,7 +295,7 @@ class PullingWorker(MooncakeConnectorWorker):
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
         """Settle what a peer answers for. Takes the place of upstream's bookkeeping."""
-        asking = _ASKING.get()
+        asking = ASKING.get()
         if asking is None:
             raise RuntimeError("an answer was processed that no peer was asked for")
         before = len(asking.open_pulls())
@@ -424,7 +325,7 @@ class PullingWorker(MooncakeConnectorWorker):
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
         """Settle what upstream knows to have failed. Takes the place of upstream's bookkeeping."""
-        asking = _ASKING.get()
+        asking = ASKING.get()
         if asking is None:
             address = next((meta.remote_bootstrap_addr for meta in pull_metas.values()), "")
             error = self._bootstrap_errors.get(address)
@@ -477,9 +378,9 @@ class PullingWorker(MooncakeConnectorWorker):
             del self._pulls[pull.request]
         self.evidence.emit(
             ev.TransferFinished,
-            transfer=self._logged(pull.transfer),
+            transfer=self.logged(pull.transfer),
             op="pull",
-            request=self._logged(pull.request),
+            request=self.logged(pull.request),
             outcome="failed" if pull.failed else "ok",
             duration_ns=time.monotonic_ns() - pull.started_ns,
             code=str(failure.code),
@@ -501,8 +402,8 @@ class PullingWorker(MooncakeConnectorWorker):
                 stage=Stage(failure.stage),
                 raw=failure.raw,
                 exception=failure.exception,
-                request=self._logged(pull.request),
-                transfer=self._logged(pull.transfer),
+                request=self.logged(pull.request),
+                transfer=self.logged(pull.transfer),
                 rank=self.rank,
                 blocks=self._pull_blocks(pull),
             ),
@@ -514,10 +415,6 @@ class PullingWorker(MooncakeConnectorWorker):
 
     def _pull_blocks(self, pull: Pull) -> Blocks:
         return without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
-
-    def _logged(self, identity: str) -> str:
-        """Return what stands in logs for the id of a request or a transfer."""
-        return hashed(identity) if self.private else identity
 
     # --- the watchdog -----------------------------------------------------------------------------------------------
 

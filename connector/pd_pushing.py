@@ -22,6 +22,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
@@ -33,7 +34,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from connector import pd_failures as failures
-from connector.books import hashed
 from connector.failures import FailureLog
 from connector.pd_desk import Desk, Evidence
 from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport
@@ -83,6 +83,7 @@ class PushingWorker(MooncakeConnectorWorker):
     evidence: Evidence
     failures: FailureLog
     rank: int
+    logged: Callable[[str], str]
     private: bool
     group_ids: tuple[int, ...]
 
@@ -243,8 +244,7 @@ class PushingWorker(MooncakeConnectorWorker):
 
     def _ids(self, push: Push) -> dict[str, str]:
         """Return what stands in logs for a push's request and transfer."""
-        ids = {"request": push.request, "transfer": push.transfer}
-        return {what: hashed(identity) for what, identity in ids.items()} if self.private else ids
+        return {"request": self.logged(push.request), "transfer": self.logged(push.transfer)}
 
     def _push_blocks(self, send_meta: SendBlockMeta) -> Blocks:
         groups = send_meta.local_block_ids

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     MooncakeConnectorWorker,
 )
 
+from connector.books import naming
 from connector.evidence import EvidenceSender, evidence_address
 from connector.failures import FailureLog, open_failure_log
 from connector.pd_desk import Desk, Evidence
@@ -42,6 +43,7 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         """Begin to report and record. Called before the KV caches are registered."""
         self.rank = vllm_config.parallel_config.rank
         self.private = settings.hash_request_ids
+        self.logged = naming(settings)
         self.group_ids = tuple(self.kv_cache_config.transfer_group_ids)
         self.desk = Desk()
         sender: EvidenceSender | None = None

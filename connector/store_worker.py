@@ -18,7 +18,7 @@ carried out by `load_thread`. The calls to the store themselves are recorded by 
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 )
 
 from connector.adopt import adopt
-from connector.books import hashed
+from connector.books import naming
 from connector.evidence import EvidenceSender, evidence_address
 from connector.failures import FailureLog, LedgerStoreStats, open_failure_log
 from connector.integrity import Fingerprints, Guard, layout_digest
@@ -87,11 +87,11 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
 
     store: RecordingStore
 
-    def open(self, reports: Reports, failures: FailureLog, hash_request_ids: bool) -> None:
+    def open(self, reports: Reports, failures: FailureLog, name: Callable[[str], str]) -> None:
         """Begin to report to `reports`, and failures to `failures` too."""
         self._reports = reports
         self._failures = failures
-        self._hash_request_ids = hash_request_ids
+        self._name = name
 
     def guard_with(self, guard: Guard) -> None:
         """Take fingerprints of every job's blocks when it is registered."""
@@ -110,7 +110,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         super().add_request(request)
 
     def _handle_request(self, req_meta: ReqMeta) -> None:
-        name = hashed(req_meta.req_id) if self._hash_request_ids else req_meta.req_id
+        name = self._name(req_meta.req_id)
         job = req_meta.store_job_id
         if self._guard is not None:
             self.store.use(getattr(req_meta, "kvledger_taken", None))
@@ -180,7 +180,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         """Begin to report and record. Called before the KV caches are registered."""
         rank = vllm_config.parallel_config.rank
         self._kv_groups = tuple(kv_groups)
-        self._hash_request_ids = settings.hash_request_ids
+        self._name = naming(settings)
         self._settings = settings
         self._reports = Reports(rank)
         transfer = vllm_config.kv_transfer_config
@@ -205,7 +205,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             self.store.guard_with(guard)
         if self.kv_send_thread is not None:
             sender = adopt(self.kv_send_thread, LedgerSendingThread)
-            sender.open(self._reports, self.failures, self._hash_request_ids)
+            sender.open(self._reports, self.failures, self._name)
             if guard is not None:
                 sender.guard_with(guard)
         for thread in self.kv_recv_threads:
@@ -249,7 +249,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             rank=self._reports.rank,
             kv_groups=self._kv_groups,
             limits=limits_of(self._settings, thread),
-            name=hashed if self._hash_request_ids else str,
+            name=self._name,
             report=self._reports.add_load,
             failures=self.failures,
             retries=self.retries,

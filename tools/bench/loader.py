@@ -107,7 +107,7 @@ class Side:
             Loader(0, (0,), limits_of(settings, self.receiver), str, reports.add_load, failures, retries, self._guard)
         )
         sender = adopt(self.sender, LedgerSendingThread)
-        sender.open(reports, failures, hash_request_ids=False)
+        sender.open(reports, failures, name=str)
         if self._guard is not None:
             sender.guard_with(self._guard)
 

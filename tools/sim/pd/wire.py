@@ -16,7 +16,7 @@ import zmq
 from huggingface_hub.utils import httpx
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
-from connector import pd_pulling
+from connector import pd_asking
 from tools.sim.clock import STEP_NS, Clock
 from tools.sim.pd import plan as pl
 from tools.sim.pd.loop import VirtualLoop
@@ -231,7 +231,7 @@ class VirtualContext:
         if socket_type == zmq.ROUTER:
             return Router(self._network, self._process)
         made = Dealer(self._network, self._process)
-        asking = pd_pulling._ASKING.get()
+        asking = pd_asking.ASKING.get()
         if asking is not None:
             self._worker.watch_socket(asking, made)
         return made
@@ -346,7 +346,7 @@ class Dealer:
 
     async def send(self, message: bytes) -> None:
         """Send a message, now or when there is a connection."""
-        pd_pulling.note_asked()
+        pd_asking.note_asked()
         if self._router is None:
             self._unsent.append(message)
         else:

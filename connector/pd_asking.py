@@ -1,0 +1,121 @@
+"""What the decode side of a worker keeps of pulls and of peers that it asks, and how it sees what upstream does.
+
+Upstream asks a peer in one task, in functions that do not pass on whom they ask. So the task carries it (`ASKING`), and
+the objects that upstream uses within (its ZeroMQ context, the sockets, the decoder of answers) note there what happens:
+that the peer was asked, and what status it answered. They decide nothing; `connector.pd_pulling` does.
+
+This file may know upstream's messages, ZeroMQ and asyncio.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeXferResponse, PullReqMeta
+
+from connector.pd_reports import Failure
+
+
+class Pull:
+    """One request's transfer on this rank.
+
+    Attributes:
+        peers: those that may still write; None until they are known.
+        failed: something has failed, for good.
+    """
+
+    def __init__(self, meta: PullReqMeta) -> None:
+        self.meta = meta
+        self.request = meta.d_req_id
+        self.transfer = meta.transfer_id
+        self.blocks = meta.local_block_ids
+        self.peers: set[str] | None = None
+        self.failed = False
+        self.started_ns = time.monotonic_ns()
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether a request waits for it. One without blocks only asks the prefill to free its own."""
+        return any(self.blocks)
+
+
+class Asking:
+    """One peer that is asked for one or more pulls, over one socket."""
+
+    def __init__(self, engine: str, name: str, address: str, pulls: dict[str, Pull]) -> None:
+        self.engine = engine
+        self.name = name
+        self.address = address
+        self.pulls = pulls
+        self.status: int | None = None
+        """The status of the peer's last answer."""
+        self.asked = False
+        """The question was given to the socket, so the peer may have it."""
+        self.lost: Failure | None = None
+        """Why no more answers are taken from a peer that may go on to write."""
+        self.late = 0
+        """Results that came late or twice."""
+        self.connected = False
+        self.task: asyncio.Task[Any] | None = None
+        self.watch: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def open_pulls(self) -> list[Pull]:
+        """Return the pulls that this peer has not settled."""
+        return [pull for pull in self.pulls.values() if pull.peers and self.name in pull.peers]
+
+
+ASKING: ContextVar[Asking | None] = ContextVar("kvledger_asking", default=None)
+"""Whom the running task asks. Upstream's functions do not pass it on, and run in the task that does."""
+
+
+class ReplyDecoder:
+    """Upstream's decoder of answers, which also notes the status for the peer that is being asked."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+
+    def decode(self, message: bytes) -> MooncakeXferResponse:
+        """Decode, as the decoder does."""
+        response: MooncakeXferResponse = self._decoder.decode(message)
+        asking = ASKING.get()
+        if asking is not None:
+            asking.status = response.status
+        return response
+
+
+class _AskingSocket(zmq.asyncio.Socket):
+    """A socket that notes when a peer is asked."""
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:
+        """Send, as the base class does."""
+        note_asked()
+        return super().send(*args, **kwargs)
+
+
+def note_asked() -> None:
+    """Note that the running task has asked its peer."""
+    asking = ASKING.get()
+    if asking is not None:
+        asking.asked = True
+
+
+class WatchedContext(zmq.asyncio.Context):
+    """A ZeroMQ context that hands each socket to a peer to `watch`, before it connects."""
+
+    _socket_class = _AskingSocket
+    watch: Callable[[Asking, Any], None] | None = None
+    """Told of each new socket to a peer, by whom it was made for and the socket."""
+
+    def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Return a new socket, as the base class does."""
+        made: Any = super().socket(socket_type, *args, **kwargs)
+        asking = ASKING.get()
+        if asking is not None and socket_type == zmq.DEALER and self.watch is not None:
+            self.watch(asking, made)
+        return made
