@@ -72,10 +72,10 @@ def fails(decode: Decode) -> None:
 
 def fails_and_is_held(decode: Decode, blocks: set[int], peer: Peer, exception: str) -> None:
     """See that pulls have failed over an exception, and end only when their peer's process does."""
-    lost = decode.until_report(LostReport)
+    lost = decode.until_report(LostReport, len(decode.worker._pulls))
     assert {report.failure.exception for report in lost} == {exception}
     assert {str(report.failure.stage) for report in lost} == {"RECV"}
-    decode.until(lambda: decode.invalid, "the failed blocks")
+    decode.until(lambda: decode.invalid >= blocks, "the failed blocks")
     decode.settled_steps()
     assert decode.invalid == blocks
     assert decode.finished == []
