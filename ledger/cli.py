@@ -1,34 +1,43 @@
 """The command line: parses, calls the library, prints. Whatever a command does, a function of the library does it.
 
+How it is printed, and what is said of an error, is in `ledger.terminal`.
+
 Exit status: 0 nothing wrong, 1 findings, 2 wrong usage or output that cannot be written, 3 a file cannot be read, 130
 interrupted, 141 the reader of the output left before the rest was known. Errors are one line on stderr, and never a
 traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
 """
 
 import contextlib
-import errno
-import io
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from ledger import __version__
 from ledger.blast import BlastRadius
 from ledger.case import Interest, Moment, Progress
-from ledger.errors import LedgerError, LedgerFileError
-
-OK, FOUND, USAGE, UNREADABLE = 0, 1, 2, 3
-INTERRUPTED = 130
-"""What a shell gives for a program that ended by SIGINT."""
-READER_LEFT = 141
-"""What a shell gives for a program that ended by SIGPIPE."""
+from ledger.errors import LedgerFileError
+from ledger.terminal import (
+    FOUND,
+    OK,
+    READER_LEFT,
+    complain,
+    explain,
+    open_closed_streams,
+    print_json,
+    print_lines,
+    print_text,
+    progress_bar,
+    silence,
+    width,
+    write,
+)
 
 FOLLOW_INTERVAL_S = 0.2
 """Time between two looks at a live log: a person does not see it, and the engine's disk does not feel it."""
@@ -109,12 +118,12 @@ def replay(
 
     interest = Interest(request, job, block)
     logs = _distinct(files)
-    with _progress() as progress:
+    with progress_bar() as progress:
         case = replay_files(logs, moment=moment, interest=interest, progress=progress)
     if as_json:
-        _print_json(report_data.data(case))
+        print_json(report_data.data(case))
     else:
-        _print(report.text(case, check=check, width=_width()))
+        print_lines(report.text(case, check=check, width=width()))
     differs = check and any(log.result.mismatch is not None for log in case.logs)
     return FOUND if case.findings or differs else OK
 
@@ -132,9 +141,9 @@ def state(file: Path, moment: Moment | None, as_json: bool) -> int:
 
     book, last = state_at(file, moment)
     if as_json:
-        _print_text(book.encode().decode() + "\n")
+        print_text(book.encode().decode() + "\n")
     else:
-        _print([*answers.state_lines(book, last, _width()), *_lost(file)])
+        print_lines([*answers.state_lines(book, last, width()), *_lost(file)])
     return OK
 
 
@@ -147,9 +156,9 @@ def why(file: Path, request: str, moment: Moment | None) -> int:
     from ledger import answers
     from ledger.case import ask_why
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         answer = ask_why(file, request, moment, progress)
-    _print([*answers.why_lines(answer, _width()), *_lost(file)])
+    print_lines([*answers.why_lines(answer, width()), *_lost(file)])
     return FOUND if answer.findings else OK
 
 
@@ -161,9 +170,9 @@ def blame(file: Path, block: tuple[int, int]) -> int:
     from ledger import answers
     from ledger.case import ask_blame
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         uses = ask_blame(file, block, progress)
-    _print([*answers.blame_lines(block, uses, _width()), *_lost(file)])
+    print_lines([*answers.blame_lines(block, uses, width()), *_lost(file)])
     return OK
 
 
@@ -180,7 +189,7 @@ def diff(file: Path, earlier: Moment, later: Moment) -> int:
     from ledger.case import ask_diff
 
     changes, first_seq, last_seq = ask_diff(file, earlier, later)
-    _print([*answers.diff_lines(changes, first_seq, last_seq, _width()), *_lost(file)])
+    print_lines([*answers.diff_lines(changes, first_seq, last_seq, width()), *_lost(file)])
     return OK
 
 
@@ -210,21 +219,21 @@ def blast_radius(files: tuple[Path, ...], jobs: tuple[int, ...], as_json: bool, 
     logs = _distinct(files)
     radii: list[BlastRadius] = []
     for job in dict.fromkeys(jobs):
-        with _progress() as progress:
+        with progress_bar() as progress:
             radius = ask_blast_radius(logs, job, progress)
         if radius is None:
             raise click.UsageError(f"none of the files has a store job {job}")
         radii.append(radius)
     names = [words.file(file) for file in logs]
     if only_keys:
-        _print(list(dict.fromkeys(key for radius in radii for key in (*radius.keys, *radius.derived))))
+        print_lines(list(dict.fromkeys(key for radius in radii for key in (*radius.keys, *radius.derived))))
     elif as_json:
         data = [report_data.radius_data(radius, names) for radius in radii]
-        _print_json(data if len(data) > 1 else data[0])
+        print_json(data if len(data) > 1 else data[0])
     else:
         for radius in radii:
-            _print([*answers.radius_lines(radius, names, _width()), *([""] if radius is not radii[-1] else [])])
-        _print(_lost(*logs))
+            print_lines([*answers.radius_lines(radius, names, width()), *([""] if radius is not radii[-1] else [])])
+        print_lines(_lost(*logs))
     return FOUND if any(radius.judged for radius in radii) else OK
 
 
@@ -237,14 +246,14 @@ def minimize(file: Path, kind: str, output: Path) -> int:
     from ledger import words
     from ledger.case import minimize_file, replay_files
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         tell = None if progress is None else partial(_tell_trials, progress, file)
         smaller = minimize_file(file, kind, output, tell)
     if smaller is None:
         kinds = sorted({finding.kind for _, finding in replay_files([file]).findings})
         has = f"it has: {', '.join(kinds)}" if kinds else "nothing wrong was found in it"
         raise click.UsageError(f"{file} has no finding of the kind '{kind}'; {has}")
-    _print(
+    print_lines(
         [
             f"{output}: {words.plural(len(smaller.events), 'event')} left",
             f"{smaller.finding.kind} ({smaller.finding.certainty}): {smaller.finding.title}",
@@ -267,12 +276,12 @@ def seal(source: Path, target: Path, salvage: bool) -> int:
     from ledger import words
     from ledger.seal import seal as make
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         made = make(
             source, target, None if progress is None else lambda done: progress(source, done, 0), salvage=salvage
         )
     events = words.plural(made.events - made.lost, "event")
-    _print(
+    print_lines(
         [
             f"{made.target}: {events}, {words.size(made.size_bytes)}; it was {made.end}",
             *(
@@ -303,7 +312,7 @@ def verify(file: Path) -> int:
     if checked.problem_count > len(checked.problems):
         lines.append(f"and {checked.problem_count - len(checked.problems)} more problems")
     lines.append("nothing wrong was found" if checked.ok else f"{words.plural(checked.problem_count, 'problem')} found")
-    _print(lines)
+    print_lines(lines)
     return OK if checked.ok else FOUND
 
 
@@ -336,13 +345,13 @@ def trace(files: tuple[Path, ...], output: Path) -> int:
     from ledger.trace import write_trace
 
     logs = _distinct(files)
-    with _progress() as progress:
+    with progress_bar() as progress:
         traced = write_trace(logs, output, progress)
     drawn = f"{words.plural(traced.events, 'event')}, {words.plural(traced.findings, 'finding')}"
     lines = [f"{output}: {drawn}, {words.size(traced.size_bytes)}"]
     lines += [f"{log}: {moved}" for log, moved in zip(logs, traced.axis.told(), strict=True) if moved]
     lines.append("Open it at https://ui.perfetto.dev, which reads it inside your browser.")
-    _print(lines)
+    print_lines(lines)
     return OK
 
 
@@ -364,7 +373,7 @@ def tail(file: Path, number: int, follow: bool) -> int:
         while True:
             live = log.end == "live"  # asked before reading, so that what the engine wrote last is still read
             for place, text in words.lines(log.events(after_seq=after)):
-                _write(text + "\n")
+                write(text + "\n")
                 after = place
             if not follow or not live:
                 return OK
@@ -385,11 +394,11 @@ def browse(file: Path, host: str, port: int, opens: bool) -> int:
     from ledger.browse import server
 
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(_progress())
+        progress = stack.enter_context(progress_bar())
 
         def ready(address: str) -> None:
             stack.close()  # no progress line below the address
-            _write(f"{address}\n")
+            write(f"{address}\n")
             sys.stdout.flush()
             if opens:
                 server.open_page(address)
@@ -412,9 +421,11 @@ def demo() -> int:
         )
     for file in files:
         case = replay_files([file])
-        _print([f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case, width=_width()), ""])
+        print_lines(
+            [f"This is what `kvledger replay {_shown(file)}` prints:", "", *report.text(case, width=width()), ""]
+        )
         command = f"  {_command()} "
-        _print(line.replace("  kvledger ", command, 1) for line in answers.next_lines(case, _shown(file), _width()))
+        print_lines(line.replace("  kvledger ", command, 1) for line in answers.next_lines(case, _shown(file), width()))
     return OK
 
 
@@ -428,7 +439,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its status. Every error is one line on stderr."""
-    _open_closed_streams()
+    open_closed_streams()
     status = READER_LEFT
     try:
         # Not `cli.main`, which answers a closed pipe and an interrupt in ways of its own.
@@ -440,97 +451,12 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:
-        _silence(sys.stdout)
+        silence(sys.stdout)
         return status
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("KVLEDGER_TRACEBACK"):
             raise
-        return _explain(error)
-
-
-def _explain(error: BaseException) -> int:
-    """Say in one line what went wrong, and return the status that it has."""
-    match error:
-        case click.exceptions.NoArgsIsHelpError():
-            return _tell(error.format_message(), USAGE)
-        case click.UsageError():
-            command = error.ctx.command_path if error.ctx is not None else "kvledger"
-            message = error.format_message()
-            stop = "" if message.endswith((".", "?")) else "."
-            return _complain(f"{message}{stop} See {command} --help.", USAGE)
-        case click.Abort() | KeyboardInterrupt():
-            return _complain("interrupted", INTERRUPTED)
-        case LedgerFileError():
-            return _complain(str(error), UNREADABLE)
-        case LedgerError():
-            return _complain(str(error), USAGE)
-        case OSError() if error.filename is None and error.errno in _NOT_TAKEN:
-            # The files that commands read and write have errors of their own, above. What is left is the output.
-            _silence(sys.stdout)
-            return _complain(f"the output cannot be written: {error.strerror}", USAGE)
-        case _:
-            fault = f"{type(error).__name__}: {error}"
-            return _complain(
-                f"a fault of kvledger: {fault}. Report it, with what KVLEDGER_TRACEBACK=1 shows.", UNREADABLE
-            )
-
-
-_NOT_TAKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-"""What writing to a disk that takes nothing more ends in."""
-
-
-def _complain(message: str, status: int) -> int:
-    line = " ".join(message.split())
-    return _tell(f"kvledger: {line}", status)
-
-
-def _tell(text: str, status: int) -> int:
-    """Write to stderr, if anybody listens, and return the status."""
-    try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    except OSError:
-        _silence(sys.stderr)
-    return status
-
-
-def _open_closed_streams() -> None:
-    """Put a stream in the place of one that the shell closed (`>&-`).
-
-    Python has none then, and the next file that is opened, a log, would get its number.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115, PTH123 - open for good
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name may hold what the terminal cannot show
-
-
-def _silence(stream: IO[str]) -> None:
-    """Let what a stream still holds go nowhere: Python tries again on its way out, and would change the status."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
-@contextlib.contextmanager
-def _reader_may_leave() -> Generator[None]:
-    """Print an answer: a reader that has seen enough of it does not change the status that goes with it."""
-    try:
-        yield
-    except BrokenPipeError:
-        _silence(sys.stdout)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-
-
-def _print_text(text: str) -> None:
-    with _reader_may_leave():
-        _write(text)
+        return explain(error)
 
 
 def _lost(*files: Path) -> list[str]:
@@ -538,35 +464,7 @@ def _lost(*files: Path) -> list[str]:
     from ledger import answers
     from ledger.case import gaps_of
 
-    return [line for file in files for line in answers.lost_lines(file.name, gaps_of(file), _width())]
-
-
-def _width() -> int:
-    """Return how many columns a report may have: those of the terminal or of COLUMNS, 80 at most and if neither says.
-
-    Prose is hard to read in longer lines.
-    """
-    return min(shutil.get_terminal_size((80, 24)).columns, 80)
-
-
-def _print(lines: Iterable[str]) -> None:
-    """Print a report: headings stand out on a terminal, and are plain text everywhere else."""
-    if not sys.stdout.isatty():
-        with _reader_may_leave():
-            for line in lines:
-                _write(line + "\n")
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    for line in lines:
-        console.print(line, style="bold" if line and not line.startswith(" ") else None)
-
-
-def _print_json(data: Any) -> None:
-    import msgspec
-
-    _print_text(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+    return [line for file in files for line in answers.lost_lines(file.name, gaps_of(file), width())]
 
 
 def _distinct(files: tuple[Path, ...]) -> list[Path]:
@@ -575,7 +473,7 @@ def _distinct(files: tuple[Path, ...]) -> list[Path]:
 
     logs, notes = distinct(files)
     for note in notes:
-        _complain(note, OK)
+        complain(note, OK)
     return logs
 
 
@@ -597,26 +495,6 @@ def _shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
-
-
-@contextlib.contextmanager
-def _progress() -> Generator[Progress | None]:
-    """Give something to tell progress to: a line on a terminal, nothing when piped."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[Path, Any] = {}
-
-        def tell(path: Path, done: int, total: int) -> None:
-            if path not in tasks:
-                tasks[path] = bar.add_task(path.name, total=total or None)
-            bar.update(tasks[path], completed=done)
-
-        yield tell
 
 
 if __name__ == "__main__":
