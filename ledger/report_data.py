@@ -6,7 +6,7 @@ Pure: from results to plain data; this file prints nothing.
 from collections.abc import Sequence
 from typing import Any
 
-from ledger import report, words
+from ledger import report_incidents, report_logs, words
 from ledger.blast import BlastRadius
 from ledger.case import Case, LogResult
 from ledger.impact import impact
@@ -87,7 +87,7 @@ def _incident_data(incident: Incident, case: Case) -> dict[str, Any]:
         "proven": head.shown,
         "not_proven": "; ".join(part for part in (head.doubt, head.inferred) if part),
         "impact": impact(incident, case),
-        "do_next": report.do_next(incident, case),
+        "do_next": report_incidents.do_next(incident, case),
     }
 
 
@@ -169,7 +169,7 @@ def _log_data(log: LogResult, findings: Sequence[int]) -> dict[str, Any]:
         },
         "calls": {op: _calls_data(calls) for op, calls in story.calls.items()},
         "failures": [{"code": code, "rank": rank, "number": number} for (code, rank), number in story.failures.items()],
-        "open": list(report.open_items(result, {})),
+        "open": list(report_logs.open_items(result, {})),
         "time_line": [words.line(event) for event in log.events_of_interest],
     }
 
