@@ -12,6 +12,7 @@ from connector.evidence import EvidenceReceiver, EvidenceSender
 from ledger import events as ev
 from ledger.log import Log
 from ledger.state import State
+from tests.unit.log_files import logged
 
 WAIT_S = 20.0
 
@@ -152,8 +153,8 @@ def test_a_worker_that_ends_by_an_error_says_no_goodbye(address: str, sender: Ca
     assert not host.gone.is_set()
 
 
-def test_an_address_in_use_costs_the_evidence_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as taken:
+def test_an_address_in_use_costs_the_evidence_and_not_the_engine() -> None:
+    with socket.socket() as taken, logged() as said:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         host = Host(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
@@ -161,7 +162,7 @@ def test_an_address_in_use_costs_the_evidence_and_not_the_engine(caplog: pytest.
         (gap,) = host.events()
     assert isinstance(gap, ev.Gap)
     assert "evidence cannot be received" in gap.reason
-    assert "Set evidence_address" in caplog.text
+    assert "Set evidence_address" in said.lines[0]
 
 
 def test_a_message_that_cannot_be_read_is_a_gap(address: str) -> None:

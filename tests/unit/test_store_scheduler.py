@@ -10,6 +10,7 @@ from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.errors import InvariantViolation, SettingsError
 from ledger.state import State
+from tests.unit.log_files import logged
 from tools.plain_scheduler import BLOCK_SIZE, PlainScheduler, jobs_of
 
 Make = Callable[..., "Recorded"]
@@ -197,18 +198,19 @@ def test_a_report_for_a_settled_job_is_an_over_report(make: Make) -> None:
     assert raised.value.rule == "job_already_settled"
 
 
-def test_quarantine_keeps_the_blocks_serves_on_and_says_so_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_quarantine_keeps_the_blocks_serves_on_and_says_so_once(make: Make) -> None:
     plain = make({"on_invariant_violation": "quarantine"}, world_size=2)
     plain.add("a", prompt(4))
     plain.step()
     blocks = numbers(plain.of(ev.PinTouched)[0].blocks)
-    for _ in range(3):
-        plain.step([done(0, 0)])
-    plain.step([done(0, 1)])
+    with logged() as said:
+        for _ in range(3):
+            plain.step([done(0, 0)])
+        plain.step([done(0, 1)])
     assert plain.references(blocks) == [2] * 5
     assert not plain.of(ev.BlocksFreed)
     assert not plain.connector.has_pending_push_work()  # nothing more will come of it
-    assert sum("rank_reported_twice" in record.message for record in caplog.records) == 1
+    assert sum("rank_reported_twice" in line for line in said.lines) == 1
     assert plain.state.book.jobs[0].quarantined
 
 
