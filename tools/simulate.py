@@ -12,12 +12,11 @@ smaller: what is printed is a plan that still fails. Exit status: 0 if all is we
 
 import argparse
 import hashlib
-import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import msgspec
 
+from tools.sim import many
 from tools.sim import plan as pl
 
 SLOWEST = 10
@@ -43,7 +43,7 @@ def main() -> int:
         plans = [_plan(options, seed) for seed in options.seeds]
     started = time.perf_counter()
     results: list[Result] = []
-    for result in _played(plans, options):
+    for result in many.played([(plan, options.canary) for plan in plans], _play_one, options.jobs):
         results.append(result)
         if options.canary and result.broken is not None:
             break  # one is enough
@@ -63,17 +63,6 @@ def _plan(options: argparse.Namespace, seed: int) -> pl.Plan:
 
         return canary(options.canary).plan(seed, options.steps)
     return pl.draw(seed, options.steps, ranks=options.ranks, faults=options.faults)
-
-
-def _played(plans: list[pl.Plan], options: argparse.Namespace) -> Iterator[Any]:
-    """Play all plans, in several processes if there are enough of them, and yield results as they come."""
-    work = [(plan, options.canary) for plan in plans]
-    jobs = min(options.jobs, len(work))
-    if jobs < 2:
-        yield from map(_play_one, work)
-        return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:  # vLLM is imported, and no thread was started
-        yield from pool.imap_unordered(_play_one, work, chunksize=4)
 
 
 def _play_one(work: tuple[pl.Plan, str]) -> Any:
@@ -203,18 +192,7 @@ def _save(plan: pl.Plan, canary_name: str, path: Path) -> None:
     if path.suffix != ".db":
         path.write_bytes(b"\n".join(lines) + b"\n")
         return
-    from ledger import events as ev
-    from ledger.log import Log
-    from ledger.state import State
-    from ledger.writer import Writer
-
-    decode = msgspec.json.Decoder(ev.AnyEvent).decode
-    log = Log(State(), queue_limit_events=1 << 30, checkpoint_interval_events=0)
-    log._queue.extend(decode(line) for line in lines)
-    log._next_seq = len(lines) + 1
-    writer = Writer(log, path, engine="simulated", boot=f"seed-{plan.seed}")
-    writer.start()
-    writer.close(60.0)
+    many.write_log(lines, path, "simulated", plan.seed)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -224,14 +202,14 @@ def _options() -> argparse.Namespace:
     from tools.sim.plan import FAULTS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=_seeds, default=range(200), metavar="A:B", help="seeds, B excluded (0:200)")
-    parser.add_argument("--steps", type=_positive, default=300, help="engine steps with clients and faults (300)")
+    parser.add_argument("--seeds", type=many.seeds, default=range(200), metavar="A:B", help="seeds, B excluded (0:200)")
+    parser.add_argument("--steps", type=many.positive, default=300, help="engine steps with clients and faults (300)")
     parser.add_argument("--ranks", type=_ranks, default=(1, 2, 3, 4), help="numbers of ranks: 2, or 1..4 (the default)")
     parser.add_argument(
         "--faults", type=_faults, default=FAULTS, help=f"all (the default), none, or some of {','.join(FAULTS)}"
     )
     parser.add_argument("--canary", default="", choices=["", *pl.CANARIES], help="switch a known mistake on")
-    parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes (one for each core)")
+    parser.add_argument("--jobs", type=many.positive, default=os.cpu_count() or 1, help="processes (one for each core)")
     parser.add_argument(
         "--save", type=Path, help="write the log of the first seed that fails, or of the last: .db or .jsonl"
     )
@@ -239,28 +217,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--no-shrink", dest="shrink", action="store_false", help="do not look for a smaller run that fails"
     )
-    parser.add_argument("--max-failures", type=_positive, default=SHOWN_FAILURES, help="stop after so many (5)")
+    parser.add_argument("--max-failures", type=many.positive, default=SHOWN_FAILURES, help="stop after so many (5)")
     options = parser.parse_args()
     if options.save is not None and options.save.exists():
         parser.error(f"{options.save} exists; a log is never overwritten")
     if options.plan is not None and not options.plan.is_file():
         parser.error(f"{options.plan} is not a file")
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _seeds(text: str) -> range:
-    first, _, last = text.partition(":")
-    seeds = range(int(first), int(last) if last else int(first) + 1)
-    if not seeds:
-        raise argparse.ArgumentTypeError(f"{text} names no seed; write A:B with A below B")
-    return seeds
 
 
 def _ranks(text: str) -> tuple[int, ...]:

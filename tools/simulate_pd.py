@@ -11,12 +11,10 @@ smaller: what is printed is a plan that still fails. Exit status: 0 if all is we
 
 import argparse
 import logging
-import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import msgspec
 
+from tools.sim import many
 from tools.sim.pd import plan as pl
 
 SHOWN_FAILURES = 5
@@ -38,7 +37,7 @@ def main() -> int:
     started = time.perf_counter()
     plans = {seed: _plan(options.canary, seed, options.steps) for seed in options.seeds}
     results: list[Any] = []
-    for result in _played(list(plans.values()), options):
+    for result in many.played([(plan, options.canary) for plan in plans.values()], _play, options.jobs):
         results.append(result)
         if result.broken is not None and (options.canary or len(_failed(results)) >= SHOWN_FAILURES):
             break
@@ -73,16 +72,6 @@ def _plan(canary_name: str, seed: int, steps: int) -> pl.Plan:
     return pl.draw(seed, steps)
 
 
-def _played(plans: list[pl.Plan], options: argparse.Namespace) -> Iterator[Any]:
-    work = [(plan, options.canary) for plan in plans]
-    jobs = min(options.jobs, len(work))
-    if jobs < 2:
-        yield from map(_play, work)
-        return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:  # vLLM is imported, and no thread was started
-        yield from pool.imap_unordered(_play, work, chunksize=2)
-
-
 def _play(work: tuple[pl.Plan, str]) -> Any:
     from tools.sim.pd.canaries import canary
     from tools.sim.pd.run import Run
@@ -106,29 +95,18 @@ def _shrink(plan: pl.Plan, failed: Any, options: argparse.Namespace) -> None:
 
 def _save(result: Any, folder: Path) -> None:
     """Write the log of each engine of a run, as the plugin's writer makes it."""
-    from ledger import events as ev
-    from ledger.log import Log
-    from ledger.state import State
-    from ledger.writer import Writer
-
     folder.mkdir(parents=True, exist_ok=True)
-    decode = msgspec.json.Decoder(ev.AnyEvent).decode
     for engine, lines in result.lines.items():
-        log = Log(State(), queue_limit_events=1 << 30, checkpoint_interval_events=0)
-        log._queue.extend(decode(line) for line in lines)
-        log._next_seq = len(lines) + 1
-        writer = Writer(log, folder / f"{engine}.db", engine=engine, boot=f"seed-{result.seed}")
-        writer.start()
-        writer.close(60.0)
+        many.write_log(lines, folder / f"{engine}.db", engine, result.seed)
     print(f"The logs of seed {result.seed} are in {folder}.")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=_seeds, default=range(200), metavar="A:B", help="seeds, B excluded (0:200)")
-    parser.add_argument("--steps", type=_positive, default=120, help="engine steps with clients and faults (120)")
+    parser.add_argument("--seeds", type=many.seeds, default=range(200), metavar="A:B", help="seeds, B excluded (0:200)")
+    parser.add_argument("--steps", type=many.positive, default=120, help="engine steps with clients and faults (120)")
     parser.add_argument("--canary", default="", help="switch a known mistake on; see tools/sim/pd/canaries.py")
-    parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes (one for each core)")
+    parser.add_argument("--jobs", type=many.positive, default=os.cpu_count() or 1, help="processes (one for each core)")
     parser.add_argument("--save", type=Path, help="a folder for the logs of the first seed that fails, or of the last")
     options = parser.parse_args()
     if options.canary:
@@ -138,19 +116,6 @@ def _options() -> argparse.Namespace:
         if options.canary not in names:
             parser.error(f"there is no canary {options.canary}; there are {', '.join(names)}")
     return options
-
-
-def _seeds(text: str) -> range:
-    first, colon, last = text.partition(":")
-    if not colon or not first.isdigit() or not last.isdigit() or int(last) <= int(first):
-        raise argparse.ArgumentTypeError(f"'{text}' is no range of seeds: write A:B, with B greater than A")
-    return range(int(first), int(last))
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number from 1 on")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""What the commands that play many seeds share: their options, the processes, and the log of a run as a file.
+
+It knows nothing of a plan or a run, so that the store's simulator and that of P/D both use it.
+"""
+
+import argparse
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ledger import events as ev
+from ledger.log import Log
+from ledger.state import State
+from ledger.writer import Writer
+
+W = TypeVar("W")
+R = TypeVar("R")
+
+CLOSE_TIMEOUT_S = 60.0
+
+
+def played(work: Sequence[W], play: Callable[[W], R], processes: int) -> Iterator[R]:
+    """Play all work, in several processes if there is enough of it, and yield results as they come."""
+    processes = min(processes, len(work))
+    if processes < 2:
+        yield from map(play, work)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:  # vLLM is imported, and no thread was started
+        yield from pool.imap_unordered(play, work, chunksize=4)
+
+
+def seeds(text: str) -> range:
+    """Return the seeds that `A:B` names, B excluded, or the one that a number names."""
+    first, colon, last = text.partition(":")
+    if first.isdigit() and (last.isdigit() if colon else True):
+        found = range(int(first), int(last) if colon else int(first) + 1)
+        if found:
+            return found
+    raise argparse.ArgumentTypeError(f"'{text}' names no seed; write A:B with A below B")
+
+
+def positive(text: str) -> int:
+    """Return a number from 1 on."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number from 1 on")
+    return int(text)
+
+
+def write_log(lines: Iterable[bytes], path: Path, engine: str, seed: int) -> None:
+    """Write the log of a run, lines of JSON, as the plugin's writer makes it."""
+    decode = msgspec.json.Decoder[Any](ev.AnyEvent).decode
+    log = Log(State(), queue_limit_events=1 << 30, checkpoint_interval_events=0)
+    log._queue.extend(decode(line) for line in lines)
+    log._next_seq = len(log._queue) + 1
+    writer = Writer(log, path, engine=engine, boot=f"seed-{seed}")
+    writer.start()
+    writer.close(CLOSE_TIMEOUT_S)
