@@ -62,6 +62,14 @@ def by_group(groups: Iterable[tuple[int, Sequence[int]]]) -> Blocks:
     return tuple((group, to_ranges(ids)) for group, ids in groups if ids)
 
 
+def of_pairs(pairs: Iterable[tuple[int, int]]) -> Blocks:
+    """Return `(group, block)` pairs as `Blocks`: the blocks of each group in the order in which they came."""
+    groups: dict[int, list[int]] = {}
+    for group, block in pairs:
+        groups.setdefault(group, []).append(block)
+    return by_group(groups.items())
+
+
 def expand(blocks: Blocks) -> Iterator[tuple[int, int]]:
     """Yield every `(group, block)` of `blocks`, in order."""
     for group, ranges in blocks:

@@ -10,7 +10,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import Blocks, by_group, count, to_ranges
+from ledger.blocks import Blocks, count, of_pairs, to_ranges
 from ledger.case import Case
 from ledger.impact import DEALT_WITH, engine, impact
 from ledger.incidents import MISCOUNTED, Incident
@@ -55,7 +55,7 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
         *(f"request {name}" for name in _elsewhere(incident, case, affected=False)),
         f"store {'job' if len(jobs) == 1 else 'jobs'} {words.ranges(to_ranges(jobs))}" if jobs else "",
         words.ranks(ranks) if ranks else "",
-        words.these_blocks(_grouped(blocks), 8) if blocks else "",
+        words.these_blocks(of_pairs(blocks), 8) if blocks else "",
         f"code {head.code}" if head.code and head.code not in head.title else "",
     ]
     affected = [name for name in suffering if name not in own]
@@ -280,7 +280,7 @@ def _about(event: ev.Event, numbers: set[int]) -> tuple[ev.Event, str]:
     own_blocks = isinstance(event, ev.TransferStarted) and event.op == "get"  # of who loads, or all of its load
     if not about or not left_out or own_blocks:
         return event, ""
-    return msgspec.structs.replace(event, blocks=_grouped(sorted(about))), f" (and {left_out} more)"
+    return msgspec.structs.replace(event, blocks=of_pairs(sorted(about))), f" (and {left_out} more)"
 
 
 def transfer_section(transfer: str, steps: Sequence[Step], page: Page) -> Iterator[str]:
@@ -294,10 +294,3 @@ def transfer_section(transfer: str, steps: Sequence[Step], page: Page) -> Iterat
     for step in steps:
         mark = "?" if step.by_clock else " "
         yield from page.event(f"{mark} {step.log + 1} ", step.event)
-
-
-def _grouped(blocks: Sequence[tuple[int, int]]) -> Blocks:
-    groups: dict[int, list[int]] = {}
-    for group, block in blocks:
-        groups.setdefault(group, []).append(block)
-    return by_group(groups.items())

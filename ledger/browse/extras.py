@@ -14,7 +14,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import Blocks, by_group, count
+from ledger.blocks import Blocks, count, of_pairs
 from ledger.browse import tables
 from ledger.browse.timeline import Timeline
 from ledger.incidents import grouped
@@ -156,16 +156,13 @@ def finding_rows(findings: list[Finding]) -> Iterator[Row]:
 def _finding_row(place: int, finding: Finding) -> Row:
     """Return a finding as a row; lists are JSON arrays."""
     public = finding.public()
-    groups: dict[int, list[int]] = {}
-    for group, block in finding.blocks:
-        groups.setdefault(group, []).append(block)
     return {
         "place": place,
         **{name: public[name] for name in ("kind", "certainty", "title", "culprit", "advice", "code", "since_seq")},
         "requests": _list(finding.requests),
         "jobs": _list(finding.jobs),
         "ranks": words.ranks(finding.ranks) if finding.ranks else None,
-        "blocks": words.blocks(by_group(groups.items())) if groups else None,
+        "blocks": words.blocks(of_pairs(finding.blocks)) if finding.blocks else None,
         "evidence": _list(finding.evidence),
     }
 

@@ -21,7 +21,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import Blocks, by_group, expand, numbers
+from ledger.blocks import Blocks, expand, numbers, of_pairs
 from ledger.state import Job, Load
 from ledger.trail import Chain, End, Trail
 from ledger.transfers import Recv, Send
@@ -407,7 +407,7 @@ class Poison(Verdict):
             f" and {len(owners) - 1} more" if len(owners) > 1 else ""
         )
         old = words.request(work.request, work.generation)
-        which = words.these_blocks(_grouped(blocks), 8)
+        which = words.these_blocks(of_pairs(blocks), 8)
         they = "it" if len(blocks) == 1 else "they"
         hold = "may hold" if not proven else "holds" if len(stored) == 1 else "hold"
         if reads:
@@ -487,7 +487,7 @@ class Poison(Verdict):
             kind="poison",
             certainty="proven",
             title=(
-                f"{words.these_blocks(_grouped(blocks))} changed while store job {job} of request {first.request} put "
+                f"{words.these_blocks(of_pairs(blocks))} changed while store job {job} of request {first.request} put "
                 f"{'it' if len(blocks) == 1 else 'them'}: {words.plural(len(events), 'key')} held other KV than was "
                 f"meant, and {f'{len(left)} could not be removed' if left else 'were removed'}"
             ),
@@ -578,7 +578,7 @@ class Poison(Verdict):
             later_ns = hit.started.ts_ns - grant.ts_ns
             later = f" began {words.span(later_ns)} later and" if later_ns > 0 else ""
             yield (
-                f"{words.these_blocks(_grouped(hit.blocks))} belonged to "
+                f"{words.these_blocks(of_pairs(hit.blocks))} belonged to "
                 f"{words.request(hit.work.request, hit.work.generation)} {until}, and to "
                 f"{words.request(grant.request, grant.generation)} from event {grant.seq} on; {call} for "
                 f"{hit.work.name}{later} lasted from event {hit.started.seq} {ended}"
@@ -621,10 +621,3 @@ def _open_calls(chain: Chain) -> list[ev.TransferStarted]:
 
 def _overlap(named: Blocks, given: frozenset[int]) -> bool:
     return not given.isdisjoint(numbers(named))
-
-
-def _grouped(blocks: tuple[Block, ...]) -> Blocks:
-    groups: dict[int, list[int]] = {}
-    for group, block in blocks:
-        groups.setdefault(group, []).append(block)
-    return by_group(groups.items())
