@@ -17,8 +17,6 @@ depends on what orders the two, because a worker's evidence comes in late:
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import msgspec
-
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, expand, numbers, of_pairs
@@ -26,8 +24,18 @@ from ledger.state import Job, Load
 from ledger.trail import Chain, End, Trail
 from ledger.transfers import Recv, Send
 from ledger.verdicts import Finding, Verdict
+from ledger.verdicts._poison import (
+    Grant,
+    Hit,
+    Work,
+    advice_for,
+    culprit_of,
+    doubt_of,
+    impact_of,
+    shown_by,
+    time_line,
+)
 
-Block = tuple[int, int]
 Call = tuple[str, int, str]
 """A transfer's id, its rank, and its peer."""
 
@@ -44,98 +52,6 @@ KEPT_CAUGHT = 500
 """Blocks of a job that a worker has seen change, and that are kept."""
 
 
-class _Work(msgspec.Struct):
-    """A job, load, send or recv that was open when a block was given away.
-
-    Attributes:
-        began: its first event.
-        pinned: whether it held references on its blocks.
-    """
-
-    name: str
-    job: int
-    request: str
-    generation: int
-    began: ev.Event | None
-    pinned: bool
-    load: int = -1
-    transfer: str = ""
-
-
-class _Grant(msgspec.Struct):
-    """A block that was given away.
-
-    Blocks are compared by number alone: vLLM has one pool for all KV-cache groups, so what one group gives up may come
-    back in another, and it is the same memory.
-
-    Attributes:
-        works: the work that was open then, by what its calls are found by.
-        written: the event from whose step on the new owner has written into the block; None if it may not have. A
-            request that is scheduled writes in the step in which it gets the block. One that loads does when the load
-            has ended well, or when it runs.
-        lost_by: why the old owner lost its blocks, as far as it is remembered: it was preempted, finished or aborted.
-        ran: the first run of the new owner that is known, with these blocks.
-    """
-
-    event: ev.BlocksAllocated
-    numbers: frozenset[int]
-    released: ev.BlocksReleased | ev.RequestPreempted | ev.RequestFinished | ev.RequestAborted | None
-    works: dict[tuple[str, int | str], _Work]
-    written: ev.Event | None = None
-    load: int = -1
-    lost_by: ev.Event | None = None
-    ran: ev.Event | None = None
-
-
-class _Hit(msgspec.Struct):
-    """A call that touched blocks of another owner."""
-
-    started: ev.TransferStarted
-    grant: _Grant
-    work: _Work
-    blocks: tuple[Block, ...]
-    keys: tuple[str, ...]
-    finished: ev.TransferFinished | None = None
-    failed_keys: frozenset[str] = frozenset()
-    caught: list[ev.PoisonCaught] = []
-    answers: list[ev.PeerSettled] = []
-    """What the peers of a transfer answered after the block was given away."""
-
-    @property
-    def proven(self) -> bool:
-        """Whether the events exclude that the blocks still held their old owner's KV, or some were seen to change."""
-        return bool(self.caught) or self.overwritten
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether the new owner's first forward pass lay before the call."""
-        written, finished = self.grant.written, self.finished
-        failed = finished is not None and finished.outcome in ("failed", "raised")
-        return (
-            written is not None
-            and not failed  # a call that failed may never have touched the block
-            and self.started.step > written.step
-            and self.started.ts_ns > written.ts_ns
-            and self.grant.event.request != self.work.request
-        )
-
-    @property
-    def open_after(self) -> bool:
-        """Whether the call was open after the block was given away, as far as its end is known."""
-        finished = self.finished
-        return finished is None or finished.step > self.grant.event.step or finished.ts_ns > self.grant.event.ts_ns
-
-    def is_proven(self, key: str) -> bool:
-        """Return whether a key's block is known to have changed."""
-        return self.overwritten or any(event.key == key for event in self.caught)
-
-    def tainted_keys(self) -> list[str]:
-        """Return the keys under which a put stored the blocks of another owner."""
-        if self.started.op != "put" or (self.finished is not None and self.finished.outcome in ("failed", "raised")):
-            return []
-        return [key for key in self.keys if key not in self.failed_keys]
-
-
 class Poison(Verdict):
     """Blocks that were read or written under a new owner.
 
@@ -147,12 +63,12 @@ class Poison(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self.hits: list[_Hit] = []
-        self._grants: list[_Grant] = []
+        self.hits: list[Hit] = []
+        self._grants: list[Grant] = []
         self._ends: list[ev.Event] = []
-        self._open: dict[Call, list[_Hit]] = {}
-        self._tainted: dict[str, _Hit] = {}
-        self._moved: dict[str, list[_Hit]] = {}
+        self._open: dict[Call, list[Hit]] = {}
+        self._tainted: dict[str, Hit] = {}
+        self._moved: dict[str, list[Hit]] = {}
         self._loaders: dict[str, list[ev.TransferStarted]] = {}
         self._loading: dict[Call, list[ev.TransferFinished]] = {}
         self._loader_count = 0
@@ -179,7 +95,7 @@ class Poison(Verdict):
         if len(self._grants) >= KEPT_GRANTS:
             self._forget_old_grants()
         given = frozenset(numbers(event.blocks))
-        grant = _Grant(event, given, None, self._open_work(event, given), event)
+        grant = Grant(event, given, None, self._open_work(event, given), event)
         if not grant.works:
             return
         self._grants.append(grant)
@@ -193,28 +109,28 @@ class Poison(Verdict):
         alive = [grant for grant in self._grants if any(work.job in book.jobs for work in grant.works.values())]
         self._grants = alive[len(alive) // 2 :]
 
-    def _open_work(self, event: ev.BlocksAllocated, given: frozenset[int]) -> dict[tuple[str, int | str], _Work]:
+    def _open_work(self, event: ev.BlocksAllocated, given: frozenset[int]) -> dict[tuple[str, int | str], Work]:
         """Return the open work of other owners that names the blocks, or that may do so because it has pinned none."""
         book, trail = self.state.book, self.trail
-        works: dict[tuple[str, int | str], _Work] = {}
+        works: dict[tuple[str, int | str], Work] = {}
         for number, job in book.jobs.items():
             if self._is_owner(event, job.request, job) or (job.blocks and not _overlap(job.blocks, given)):
                 continue
             chain = trail.jobs.get(number)
             began = chain[0] if chain else None
-            works["job", number] = _Work(
+            works["job", number] = Work(
                 f"store job {number}", number, job.request, job.generation, began, bool(job.blocks)
             )
         for number, load in book.loads.items():
             if not self._is_owner(event, load.request, load) and load.waiting and _overlap(load.blocks, given):
                 chain = trail.loads.get(number)
-                works["load", number] = _Work(
+                works["load", number] = Work(
                     f"load {number}", -1, load.request, load.generation, chain[0] if chain else None, True, load=number
                 )
         for request, recv in book.recvs.items():
             if not self._is_owner(event, request, recv) and recv.missing_ranks() and _overlap(recv.blocks, given):
                 chain = trail.recvs.get(request)
-                works["transfer", recv.transfer] = _Work(
+                works["transfer", recv.transfer] = Work(
                     f"recv {recv.transfer}",
                     -1,
                     request,
@@ -226,7 +142,7 @@ class Poison(Verdict):
         for request, send in book.sends.items():
             if not self._is_owner(event, request, send) and send.waiting and _overlap(send.blocks, given):
                 chain = trail.sends.get(request)
-                works["transfer", send.transfer] = _Work(
+                works["transfer", send.transfer] = Work(
                     f"send {send.transfer}",
                     -1,
                     request,
@@ -324,7 +240,7 @@ class Poison(Verdict):
         if len(known) < KEPT_CAUGHT:
             known.append(event)
 
-    def _judge(self, started: ev.TransferStarted, grant: _Grant, work: _Work) -> None:
+    def _judge(self, started: ev.TransferStarted, grant: Grant, work: Work) -> None:
         order = list(expand(started.blocks))
         touched = [index for index, block in enumerate(order) if block[1] in grant.numbers]
         if not touched:
@@ -337,7 +253,7 @@ class Poison(Verdict):
             grant.lost_by = self._lost_by(grant, work)
             grant.ran = grant.ran or self._ran_in_step(grant)
         keys = tuple(started.keys[index] for index in touched if index < len(started.keys))
-        hit = _Hit(started, grant, work, tuple(order[index] for index in touched), keys)
+        hit = Hit(started, grant, work, tuple(order[index] for index in touched), keys)
         self.hits.append(hit)
         if work.transfer:
             self._moved.setdefault(work.transfer, []).append(hit)
@@ -345,7 +261,7 @@ class Poison(Verdict):
         for key in hit.tainted_keys():
             self._tainted.setdefault(key, hit)
 
-    def _released_before(self, grant: _Grant, work: _Work) -> Any:
+    def _released_before(self, grant: Grant, work: Work) -> Any:
         """Return the event by which the old owner lost the blocks, the last one before the block was given away."""
         for event in reversed(self._ends):
             if getattr(event, "request", "") != work.request or event.seq > grant.event.seq:
@@ -354,7 +270,7 @@ class Poison(Verdict):
                 return event
         return None
 
-    def _lost_by(self, grant: _Grant, work: _Work) -> ev.Event | None:
+    def _lost_by(self, grant: Grant, work: Work) -> ev.Event | None:
         """Return the event after which the old owner had to give its blocks up."""
         preempted = (
             event
@@ -367,7 +283,7 @@ class Poison(Verdict):
             ended = None
         return next(preempted, ended)
 
-    def _ran_in_step(self, grant: _Grant) -> ev.Event | None:
+    def _ran_in_step(self, grant: Grant) -> ev.Event | None:
         """Return the run of the new owner in the step in which it got the blocks."""
         life = self.trail.requests.get(grant.event.request, [])
         runs = [event for event in life if isinstance(event, ev.RequestScheduled | ev.RequestResumed)]
@@ -377,7 +293,7 @@ class Poison(Verdict):
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each job, load or recv."""
-        works: dict[str, list[_Hit]] = {}
+        works: dict[str, list[Hit]] = {}
         caught = {key: list(events) for key, events in self._caught.items()}
         for hit in self.hits:
             seen = caught.get((hit.work.job, hit.started.rank), [])
@@ -391,7 +307,7 @@ class Poison(Verdict):
             if events:
                 yield self._changed(job, rank, events)
 
-    def _finding(self, hits: list[_Hit]) -> Finding:
+    def _finding(self, hits: list[Hit]) -> Finding:
         proven = [hit for hit in hits if hit.proven]
         told = proven or hits
         first, work = told[0], told[0].work
@@ -441,19 +357,19 @@ class Poison(Verdict):
             jobs=(work.job,) if work.job >= 0 else (),
             blocks=blocks,
             ranks=tuple(sorted({hit.started.rank for hit in told})),
-            culprit=self._culprit(work),
-            advice=self._advice(work, keys),
+            culprit=culprit_of(work),
+            advice=advice_for(work, keys),
             also=f"The same for the keys of job {work.job}." if keys else "",
             cause="the blocks of a job were given away" if work.job >= 0 else "",
             suffering=tuple(name for name in dict.fromkeys([*owners, *loaders]) if name != work.request),
             loads=(work.load,) if work.load >= 0 else (),
-            shown="" if proven else self._shown(first),
+            shown="" if proven else shown_by(first),
             lead_seq=grant.seq,
-            doubt="" if proven else self._doubt(first),
+            doubt="" if proven else doubt_of(first),
             chain=tuple(chain[seq] for seq in sorted(chain)),
-            notes=tuple(self._time_line(told)),
+            notes=tuple(time_line(told)),
             brief=brief,
-            impact=_impact(loaders, writes, keys, proven=bool(proven)),
+            impact=impact_of(loaders, writes, keys, proven=bool(proven)),
             facts={
                 **({"unpinned": [work.job]} if work.job >= 0 and not work.pinned else {}),
                 **({"transfers": [work.transfer]} if work.transfer else {}),
@@ -522,83 +438,6 @@ class Poison(Verdict):
                 ]
             },
         )
-
-    @staticmethod
-    def _culprit(work: _Work) -> str:
-        if work.job >= 0 and not work.pinned:
-            return (
-                f"{work.name} held no references on its blocks; concluded: so vLLM gave them away while it was queued"
-            )
-        if work.job >= 0:
-            return f"{work.name} is recorded as pinning its blocks, and vLLM's pool gave them away all the same"
-        return f"the blocks of {work.name} were freed before everybody who may write into them had settled"
-
-    @staticmethod
-    def _advice(work: _Work, keys: list[str]) -> str:
-        if keys:
-            return (
-                "Give all engines that share the store a new cache_prefix, so that nobody loads the keys any more: "
-                "nothing heals them. Then find who read them, and remove them: "
-                f"`kvledger blast-radius FILE --job {work.job} --keys`, and docs/oncall.md section 4."
-            )
-        return "Do not trust the output of the new owner, and reset the prefix cache."
-
-    @staticmethod
-    def _shown(hit: _Hit) -> str:
-        grant, ended = hit.grant.event, hit.finished
-        until = f"to event {ended.seq}" if ended is not None else "on, with no return in this log"
-        return (
-            f"the blocks had another owner from event {grant.seq} on, and the call on them was open from event "
-            f"{hit.started.seq} {until}"
-        )
-
-    @staticmethod
-    def _doubt(hit: _Hit) -> str:
-        if hit.finished is not None and hit.finished.outcome in ("failed", "raised"):
-            return "the call failed, and whether it had touched the block by then is not recorded"
-        if hit.grant.event.request == hit.work.request:
-            return "both owners are lives of one request, whose KV may be the same; only the bytes would tell"
-        if hit.started.seq < hit.grant.event.seq:
-            return (
-                "the call was open when the block was given away, and may have moved its bytes before; only the bytes "
-                "would tell"
-            )
-        return (
-            "the order of the call and of the new owner's first forward pass is not recorded; only the bytes would tell"
-        )
-
-    @staticmethod
-    def _time_line(hits: list[_Hit]) -> Iterable[str]:
-        """Yield the history of the blocks of the first few calls: who had them when, and the call in between."""
-        for hit in hits[:3]:
-            released, grant, finished = hit.grant.released, hit.grant.event, hit.finished
-            until = f"until event {released.seq}" if released is not None else f"until event {grant.seq} at the latest"
-            ended = f"to {finished.seq}" if finished is not None else "on, with no return in this log"
-            call = words.call(hit.started.op, hit.started.transfer, hit.started.rank)
-            later_ns = hit.started.ts_ns - grant.ts_ns
-            later = f" began {words.span(later_ns)} later and" if later_ns > 0 else ""
-            yield (
-                f"{words.these_blocks(of_pairs(hit.blocks))} belonged to "
-                f"{words.request(hit.work.request, hit.work.generation)} {until}, and to "
-                f"{words.request(grant.request, grant.generation)} from event {grant.seq} on; {call} for "
-                f"{hit.work.name}{later} lasted from event {hit.started.seq} {ended}"
-            )
-
-
-def _impact(loaders: list[str], writes: Iterable[str], keys: list[str], *, proven: bool) -> tuple[str, ...]:
-    """Return whose answers are wrong: of those who loaded the keys, and of those whose blocks were written over."""
-    sure = "is unreliable" if proven else "may be wrong"
-    sures = "are unreliable" if proven else "may be wrong"
-    told: list[str] = []
-    written = "was written over" if proven else "may have been written over"
-    for names, how in ((loaders, "which loaded these keys"), (list(writes), f"whose KV {written}")):
-        if len(names) == 1:
-            told.append(f"the answer of request {names[0]}, {how}, {sure}")
-        elif names:
-            told.append(f"the answers of {len(names)} requests ({words.listed(names)}), {how}, {sures}")
-    if keys:
-        told.append("so is that of whoever loads them later" if loaders else "whoever loads the keys gets wrong KV")
-    return tuple(told)
 
 
 def _key(event: ev.TransferStarted) -> tuple[str, int | str]:
