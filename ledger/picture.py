@@ -1,16 +1,15 @@
-"""A log as a picture: slices, instants and counters on tracks, from which `ledger.trace` makes a file for a viewer.
+"""A log as a picture: what is drawn of each event, from which `ledger.trace` makes a file for a viewer.
 
 `Picture` draws events in the order of the log. It decides nothing: what is open, and what a request is doing, is what
 the book says after each event. It is pure, and its memory grows with what is open.
 
-This file knows events, the book, findings and words.
+How tracks are kept is in `ledger.canvas`. This file knows events, the book, findings and words.
 """
 
-import bisect
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,6 +17,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.axis import Clock
 from ledger.blocks import Ranges, count, from_ranges
+from ledger.canvas import Args, Canvas, Key, place_of
 from ledger.errors import Refused
 from ledger.state import Book, State
 from ledger.verdicts import Finding
@@ -25,123 +25,8 @@ from ledger.verdicts import Finding
 SHOWN_KEYS = 32
 """Hashes of keys that a call shows. The number of its keys is always there, and the log has all of them."""
 
-MOST_RANKS = 1_000_000
-"""Ranks beyond this are drawn in any order: the place of a track is a small number."""
 
-Args: TypeAlias = Mapping[str, str | int | bool | Sequence[str]]
-"""What the viewer shows of a slice when it is chosen. Empty texts are left out."""
-
-
-What: TypeAlias = Literal["begin", "end", "instant", "counter"]
-
-
-class Track(msgspec.Struct):
-    """A row of the picture.
-
-    Attributes:
-        id: its number in the trace, never 0.
-        parent: the number of the track that it stands under; 0 for a process.
-        place: its place among its siblings; the viewer merges siblings of one name into one track of several rows.
-        process: the process number of a process track, else 0.
-        unit: of a counter, what it counts.
-        last_ns: the time of the last entry: a track never goes back.
-    """
-
-    id: int
-    parent: int
-    name: str
-    place: int = 0
-    process: int = 0
-    unit: str = ""
-    last_ns: int = 0
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """A begin or an end of a slice, an instant, or a value of a counter.
-
-    Attributes:
-        log: the place of its log in the picture, from 0.
-        ts_ns: time on the axis, in nanoseconds since 1970 as the first log's clock has it.
-        flows: numbers of the arrows that go through it: entries with the same number are joined in the order of time.
-        last_flows: those that end here.
-    """
-
-    log: int
-    what: What
-    track: int
-    ts_ns: int
-    name: str = ""
-    category: str = ""
-    args: Args = {}
-    flows: tuple[int, ...] = ()
-    last_flows: tuple[int, ...] = ()
-    value: int = 0
-
-
-Item: TypeAlias = Track | Entry
-
-Key: TypeAlias = tuple[str | int, ...]
-"""Names what is open: `("job", 2)`, `("request", "R")`, `("call", transfer, rank, peer)`."""
-
-
-class _Row(msgspec.Struct):
-    """Tracks of one name and parent. Slices that overlap stand on different ones.
-
-    Attributes:
-        free: the tracks on which nothing is open, topmost first.
-    """
-
-    name: str
-    parent: int
-    place: int
-    free: list[Track] = []
-
-
-class _Slice(msgspec.Struct):
-    """A slice that has begun.
-
-    Attributes:
-        phase: the name of the slice within it; empty if there is none.
-        request: of a load, its request.
-        state: of a request, what the book says that it is doing.
-        peers: of a recv, the workers of the prefill engine that it expects.
-        told: what is added to its arguments when it ends.
-    """
-
-    row: _Row
-    track: Track
-    category: str
-    source: str
-    since_seq: int
-    phase: str = ""
-    request: str = ""
-    state: str = ""
-    peers: tuple[str, ...] = ()
-    told: dict[str, str | int] = {}
-
-
-PLACES = (
-    "findings",
-    "alarms",
-    "log",
-    "waiting requests",
-    "running requests",
-    "pinned blocks",
-    "open jobs",
-    "open loads",
-    "requests",
-    "store jobs",
-    "loads",
-    "sends",
-    "sends by peer",
-    "recvs",
-    "recvs by peer",
-    "other events",
-)
-"""The tracks of an engine, top down. Its ranks follow."""
-
-
-class Picture:
+class Picture(Canvas):
     """Draws one log.
 
     Args:
@@ -150,9 +35,6 @@ class Picture:
         findings: its findings, in their order.
         clock: puts its events on the axis.
         moved: what was done with its clock, in one line.
-
-    Attributes:
-        items: what was drawn and not taken yet. Whoever takes the items empties the list.
     """
 
     def __init__(
@@ -163,17 +45,11 @@ class Picture:
         clock: Clock | None = None,
         moved: str = "",
     ) -> None:
-        self.items: list[Item] = []
+        super().__init__(number, name)
         self.state = State()
-        self._number = number
         self._clock = clock or Clock()
         self._moved = moved
         self._width = 1
-        self._tracks = 0
-        self._rows: dict[tuple[int, str], _Row] = {}
-        self._fixed: dict[tuple[str, str], Track] = {}
-        self._ranks: dict[int, Track] = {}
-        self._open: dict[Key, _Slice] = {}
         self._phases: Counter[str] = Counter()
         self._counted: dict[str, int] = {}
         self._gaps: dict[str, int] = {}
@@ -182,7 +58,6 @@ class Picture:
         self._findings: dict[int, list[Finding]] = {}
         for finding in findings:
             self._findings.setdefault(finding.since_seq, []).append(finding)
-        self._process = self._track(name, 0, process=number + 1)
 
     def draw(self, event: ev.AnyEvent) -> None:
         """Draw an event. Events come in the order of the log."""
@@ -230,117 +105,17 @@ class Picture:
             said = "torn: no log_closed" if how == "torn" else f"the log ends here ({how})"
             self._put("instant", self._one("log", ev.SCHEDULER), end_ns, said, "log")
 
-    # --- tracks and entries -------------------------------------------------------------------------------------------
-
-    def _track(self, name: str, parent: int, place: int = 0, *, process: int = 0, unit: str = "") -> Track:
-        self._tracks += 1
-        track = Track((self._number + 1 << 40) + self._tracks, parent, name, place, process, unit)
-        self.items.append(track)
-        return track
-
-    def _one(self, name: str, source: str) -> Track:
-        """Return the track of that name for what a source has to say; the viewer shows those of all sources as one.
-
-        Sources have clocks of their own, and a track never goes back.
-        """
-        track = self._fixed.get((name, source))
-        if track is None:
-            track = self._track(name, self._process.id, PLACES.index(name), unit=_UNITS.get(name, ""))
-            self._fixed[name, source] = track
-        return track
-
-    def _row(self, name: str, parent: Track | None = None) -> _Row:
-        above = parent or self._process
-        row = self._rows.get((above.id, name))
-        if row is None:
-            place = PLACES.index(name) if parent is None else 0
-            row = self._rows[above.id, name] = _Row(name, above.id, place)
-        return row
-
-    def _rank(self, rank: int) -> Track:
-        track = self._ranks.get(rank)
-        if track is None:
-            place = len(PLACES) + min(max(rank, 0), MOST_RANKS)
-            track = self._ranks[rank] = self._track(f"rank {rank}", self._process.id, place)
-        return track
-
-    def _put(
-        self,
-        what: What,
-        track: Track,
-        ts_ns: int,
-        name: str = "",
-        category: str = "",
-        args: Args | None = None,
-        flows: Sequence[int] = (),
-        **more: Any,
-    ) -> None:
-        track.last_ns = max(track.last_ns, ts_ns)
-        shown = {key: value for key, value in (args or {}).items() if value not in ("", ())}
-        self.items.append(
-            Entry(self._number, what, track.id, track.last_ns, name, category, shown, tuple(flows), **more)
-        )
-
-    def _begin(
-        self,
-        key: Key,
-        row: _Row,
-        name: str,
-        event: ev.Event,
-        ts_ns: int,
-        args: Args,
-        flows: Sequence[int] = (),
-    ) -> _Slice:
-        if key in self._open:
-            self._close(key, ts_ns, {"end": f"not in this log; the next one of this name is event {event.seq}"})
-        # The first row that was free by then: two threads of a rank may tell of their calls in another order.
-        track = next((free for free in row.free if free.last_ns <= ts_ns), None)
-        if track is None:
-            track = self._track(row.name, row.parent, row.place)
-        else:
-            row.free.remove(track)
-        category = str(key[0])
-        opened = self._open[key] = _Slice(row, track, category, event.source, event.seq)
-        self._put("begin", track, ts_ns, name, category, {**args, **_place(event)}, flows)
-        return opened
-
-    def _phase(self, key: Key, phase: str, ts_ns: int, args: Args | None = None) -> None:
-        """Let an open slice enter a phase; an empty one ends the last."""
-        opened = self._open.get(key)
-        if opened is None or opened.phase == phase:
-            return
-        if opened.phase:
-            self._put("end", opened.track, ts_ns)
-        opened.phase = phase
-        if phase:
-            self._put("begin", opened.track, ts_ns, phase, opened.category, args)
-
-    def _from(self, key: Key, ts_ns: int, name: str, flows: Sequence[int], last_flows: tuple[int, ...] = ()) -> None:
-        """Mark where arrows leave what is open: the viewer lets an arrow leave a slice at its end, not at its begin."""
-        opened = self._open.get(key)
-        if opened is not None:
-            self._put("instant", opened.track, ts_ns, name, opened.category, flows=flows, last_flows=last_flows)
-
-    def _close(self, key: Key, ts_ns: int, args: Args | None = None) -> None:
-        opened = self._open.get(key)
-        if opened is None:
-            return
-        self._phase(key, "", ts_ns)
-        del self._open[key]
-        self._put("end", opened.track, ts_ns, args={**opened.told, **(args or {})})
-        bisect.insort(opened.row.free, opened.track, key=lambda track: track.id)
-
     def _instant(self, key: Key, event: ev.Event, ts_ns: int, name: str = "", last_flows: tuple[int, ...] = ()) -> None:
         """Mark an event on what is open, or among the other events if that is not."""
         opened = self._open.get(key)
         track = opened.track if opened is not None else self._one("other events", event.source)
         said = name if opened is not None and name else words.describe(event)
-        args = {"what": words.describe(event) if said == name else "", **_reason(event), **_place(event)}
+        args = {"what": words.describe(event) if said == name else "", **_reason(event), **place_of(event)}
         self._put("instant", track, ts_ns, said, str(key[0]), args, last_flows=last_flows)
 
     def _alarm(self, event: ev.Event, ts_ns: int, said: str = "", args: Args | None = None) -> None:
         track = self._one("alarms", event.source)
-        shown = {**(args or {}), **_reason(event), **_place(event)}
+        shown = {**(args or {}), **_reason(event), **place_of(event)}
         self._put("instant", track, ts_ns, said or words.describe(event), ev.kind_of(event), shown)
 
     def _finding(self, finding: Finding, source: str, ts_ns: int) -> None:
@@ -396,7 +171,7 @@ class Picture:
             opened.state = record.state
         opened.told["generation"] = record.generation
         phase = record.state if record.generation <= 1 else f"{record.state}, generation {record.generation}"
-        self._phase(key, phase, ts_ns, {"generation": record.generation, **_place(event)})
+        self._phase(key, phase, ts_ns, {"generation": record.generation, **place_of(event)})
 
     def _queued(self, event: ev.RequestQueued, ts_ns: int) -> None:
         opened = self._open.get(("request", event.request))
@@ -462,7 +237,7 @@ class Picture:
         key = ("load", event.load)
         if key not in self._open:
             self._instant(key, event, ts_ns)
-        args = {"ranks": words.ranges(event.ranks), **_place(event)}
+        args = {"ranks": words.ranges(event.ranks), **place_of(event)}
         self._phase(key, "with the workers", ts_ns, args)
         self._from(key, ts_ns, "given to the workers", self._to_ranks("load", event.load, event.ranks))
 
@@ -522,7 +297,7 @@ class Picture:
     def _follow_send(self, event: ev.SendRegistered | ev.SendReady | ev.SendStarted, ts_ns: int) -> None:
         send = self.state.book.sends.get(event.request)
         if send is not None:
-            self._phase(("send", event.request), send.phase, ts_ns, _place(event))
+            self._phase(("send", event.request), send.phase, ts_ns, place_of(event))
 
     def _recv_registered(self, event: ev.RecvRegistered, ts_ns: int) -> None:
         args = {
@@ -617,7 +392,7 @@ class Picture:
         if key in self._open:
             self._close(key, ts_ns, args)
         else:
-            shown = {**args, **_place(event)}
+            shown = {**args, **place_of(event)}
             said = f"{words.describe(event)}; its begin is not in this log"
             self._put("instant", self._rank(event.rank), ts_ns, said, "call", shown)
 
@@ -646,7 +421,7 @@ class Picture:
             "GPU blocks": event.num_blocks,
             "clock": self._moved,
             **event.versions,
-            **_place(event),
+            **place_of(event),
         }
         self._put("instant", self._one("log", event.source), ts_ns, words.describe(event), "log", args)
 
@@ -700,16 +475,8 @@ class Picture:
 
     def _log_closed(self, event: ev.LogClosed, ts_ns: int) -> None:
         self._closed = True
-        self._put("instant", self._one("log", event.source), ts_ns, words.describe(event), "log", _place(event))
+        self._put("instant", self._one("log", event.source), ts_ns, words.describe(event), "log", place_of(event))
 
-
-_UNITS = {
-    "waiting requests": "requests",
-    "running requests": "requests",
-    "pinned blocks": "blocks",
-    "open jobs": "jobs",
-    "open loads": "loads",
-}
 
 _DRAWN: dict[type[ev.Event], Callable[[Picture, Any, int], None]] = {
     ev.RequestQueued: Picture._queued,
@@ -760,11 +527,6 @@ def _peer(event: ev.SendStarted | ev.PeerSettled) -> Key:
 
 def _call_key(event: ev.TransferStarted | ev.TransferFinished) -> Key:
     return ("call", event.transfer, event.rank, event.peer)
-
-
-def _place(event: ev.Event) -> dict[str, str | int]:
-    """Return where an event stands in the log, and what its own wall clock said: both as replay prints them."""
-    return {"event": event.seq, "time": words.timestamp(event.ts_ns)}
 
 
 def _reason(event: Any) -> dict[str, str]:

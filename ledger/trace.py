@@ -13,10 +13,11 @@ import msgspec
 
 from ledger import events as ev
 from ledger.axis import Axis, Clock, axis
+from ledger.canvas import Entry, Item, Track
 from ledger.case import Case, Progress, replay_files
 from ledger.errors import LedgerError
 from ledger.files import refuse_existing, write_pages
-from ledger.picture import Entry, Item, Picture, Track
+from ledger.picture import Picture
 from ledger.reader import open_log
 
 if TYPE_CHECKING:

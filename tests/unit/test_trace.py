@@ -18,8 +18,9 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackDescri
 from ledger import cli
 from ledger import events as ev
 from ledger.axis import axis
+from ledger.canvas import Entry, Track
 from ledger.demo import incidents
-from ledger.picture import Entry, Picture, Track
+from ledger.picture import Picture
 from ledger.replay import replay
 from ledger.state import State
 from ledger.trace import write_trace
