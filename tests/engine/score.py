@@ -81,7 +81,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         done: what was done to the engine.
         must: all that a replay of its logs must find; empty if it must be silent.
         beside: other scenarios of the same module that the truth is read from.
-        not_yet: what the replay is known to get wrong here; empty if nothing.
     """
 
     module: str
@@ -89,7 +88,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     done: str
     must: tuple[Must, ...] = ()
     beside: tuple[str, ...] = ()
-    not_yet: str = ""
     timeout_s: float = 500
 
 

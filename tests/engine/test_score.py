@@ -15,11 +15,7 @@ WITHOUT_A_LOG = {"reference", "reference_two_ranks", "upstream"}
 
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
-def test_a_replay_finds_what_was_done_to_the_engine_and_nothing_else(
-    run_once: RunOnce, scenario: Scenario, request: pytest.FixtureRequest
-) -> None:
-    if scenario.not_yet:
-        request.applymarker(pytest.mark.xfail(reason=scenario.not_yet, strict=True, raises=AssertionError))
+def test_a_replay_finds_what_was_done_to_the_engine_and_nothing_else(run_once: RunOnce, scenario: Scenario) -> None:
     beside = {name: run_once(scenario.module, name, scenario.timeout_s) for name in scenario.beside}
     row = score(scenario, run_once(scenario.module, scenario.name, scenario.timeout_s), beside)
     assert row.false_alarms == 0, "\n".join(row.problems)
