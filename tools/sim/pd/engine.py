@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector import pd_connector, pd_desk, pd_pulling, pd_pushing, pd_worker
+from connector import pd_asking, pd_connector, pd_desk, pd_pulling, pd_pushing, pd_worker
 from connector.adopt import adopt
 from connector.books import Books
 from connector.failures import FailureLog
@@ -65,7 +65,7 @@ def virtual_time(clock: Clock, network: Network) -> Generator[None]:
         time_ns=clock.wall_ns,
     )
     with ExitStack() as stack:
-        for module in (upstream, pd_pulling, pd_pushing, pd_desk):
+        for module in (upstream, pd_asking, pd_pulling, pd_pushing, pd_desk):
             stack.enter_context(mock.patch.object(module, "time", time))
         stack.enter_context(mock.patch.object(httpx, "AsyncClient", network.http_client()))
         stack.enter_context(mock.patch.object(upstream, "get_mooncake_bootstrap_addr", _bootstrap_of))
