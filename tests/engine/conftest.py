@@ -6,7 +6,6 @@ Scenarios that fail say so with the end of their output: an engine's own error i
 import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,15 +34,6 @@ class Run(NamedTuple):
     def logs(self) -> list[Path]:
         """The audit logs, oldest first."""
         return sorted((self.folder / "ledger").glob("*.db"), key=lambda path: path.stat().st_mtime)
-
-    @property
-    def ended_well(self) -> bool:
-        """Whether every log was closed."""
-        ends: list[str] = []
-        for path in self.logs:
-            with open_log(path) as log:
-                ends.append(log.end)
-        return all(end == "closed" for end in ends)
 
     def events(self) -> list[ev.AnyEvent]:
         """The events of the only log."""
@@ -95,21 +85,9 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> RunOnce:
             if folder.exists():
                 return Run(result_of(name, folder, "as before"), folder)
             folder.mkdir()
-            run = Run(run_scenario(f"tests.engine.{module}", name, folder, timeout_s), folder)
-            if name not in KILLED_ON_PURPOSE and not run.ended_well:
-                shutil.rmtree(folder)
-                folder.mkdir()
-                run = Run(run_scenario(f"tests.engine.{module}", name, folder, timeout_s), folder)
-            return run
+            return Run(run_scenario(f"tests.engine.{module}", name, folder, timeout_s), folder)
 
     return run
-
-
-KILLED_ON_PURPOSE = ("killed", "failures")
-"""Scenarios that kill an engine. In the others vLLM itself kills one now and then that takes too long to end.
-
-That says nothing of what is tested, and the run is made once more.
-"""
 
 
 @pytest.fixture(scope="session")

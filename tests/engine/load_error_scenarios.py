@@ -22,7 +22,7 @@ import prometheus_client
 from connector.integrity import TRAILER_BYTES, Trailer, layout_digest
 from tests.engine import machine
 from tests.engine.held_store import Gate
-from tests.engine.machine import SHUTDOWN_TIMEOUT_S, cpu_environment, free_port, greedy, make_llm, mooncake_master
+from tests.engine.machine import cpu_environment, end_engine, free_port, greedy, make_llm, mooncake_master
 from tests.engine.scenarios import prompts, settle
 
 EPISODES = ("whole", "removed", "changed", "relaid", "leased", "masterless")
@@ -227,7 +227,7 @@ def failing_loads(folder: Path, policy: str, episodes: Sequence[str] = EPISODES,
         }
         settle(llm)
         metrics = prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()
-        engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(engine)
     return {"episodes": served, "metrics": metrics.splitlines(), "struck": faults.struck}
 
 
@@ -281,7 +281,7 @@ def hybrid(folder: Path) -> dict[str, Any]:
             for name, prompt in asked.items()
         }
         settle(llm)
-        engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(engine)
     return {"saved": saved, "loaded": loaded, "struck": faults.struck}
 
 

@@ -38,6 +38,9 @@ MODEL = {
 
 MASTER_START_TIMEOUT_S = 30
 
+IDLE_BEFORE_END_S = 1.0
+"""How long an engine is left alone before its end. See `end_engine`."""
+
 SHUTDOWN_TIMEOUT_S = 20.0
 """Mooncake's teardown takes seconds, and on a busy machine more than the 5 that vLLM gives an engine to end."""
 
@@ -157,6 +160,17 @@ def make_llm(folder: Path, connector: str | None = None, extra: dict[str, Any] |
         **overrides,
     }
     return LLM(model_folder(folder), **transfer, **options)
+
+
+def end_engine(engine: Any) -> None:
+    """End an idle engine, given as vLLM's `LLMEngine`, and its processes.
+
+    Not at once: an engine that goes idle in the instant of its SIGTERM never hears of it. The engine's main thread has
+    checked for signals and is about to wait for a queue, and CPython runs a handler only between bytecodes. vLLM then
+    kills it when its time is over. An engine that waits already is woken.
+    """
+    time.sleep(IDLE_BEFORE_END_S)
+    engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
 
 def greedy(max_tokens: int) -> Any:

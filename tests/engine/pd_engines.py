@@ -13,7 +13,7 @@ from typing import Any
 
 from ledger import events as ev
 from ledger.reader import open_log
-from tests.engine.machine import SHUTDOWN_TIMEOUT_S, greedy, model_folder
+from tests.engine.machine import end_engine, greedy, model_folder
 
 CONNECTOR = "KVLedgerMooncakeConnector"
 
@@ -235,4 +235,4 @@ class _Commands:
 
     def shutdown(self) -> None:
         """End the engine."""
-        self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(self._engine)

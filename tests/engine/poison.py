@@ -25,7 +25,7 @@ from connector.store_scheduler import LedgerStoreScheduler
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.reader import open_log
-from tests.engine.machine import SHUTDOWN_TIMEOUT_S, cpu_environment, greedy, make_llm, mooncake_master
+from tests.engine.machine import cpu_environment, end_engine, greedy, make_llm, mooncake_master
 from tests.engine.scenarios import prompts, settle, tokens_of
 
 PUT_DELAY_STEPS = 250
@@ -139,7 +139,7 @@ def run(folder: Path, connector: str, blocks: int, delay_steps: int, **settings:
             ]
             llm.generate(whole, greedy(1), use_tqdm=False)
             wait_for_jobs(folder)
-        llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(llm.llm_engine)
     return {"first": first, "again": again}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.engine.machine import SHUTDOWN_TIMEOUT_S, cpu_environment, greedy, make_llm, mooncake_master
+from tests.engine.machine import cpu_environment, end_engine, greedy, make_llm, mooncake_master
 
 STORE = "KVLedgerStoreConnector"
 UPSTREAM_STORE = "MooncakeStoreConnector"
@@ -51,7 +51,7 @@ def reference(folder: Path) -> dict[str, Any]:
         "short": tokens_of(llm.generate(prompts(6, 400), greedy(8), use_tqdm=False)),
         "long": tokens_of(llm.generate(prompts(8, 200, seed=1), greedy(300), use_tqdm=False)),
     }
-    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+    end_engine(llm.llm_engine)
     return result
 
 
@@ -60,7 +60,7 @@ def reference_two_ranks(folder: Path) -> dict[str, Any]:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     llm = make_llm(folder, tensor_parallel_size=2)
     result = {"short": tokens_of(llm.generate(prompts(3, 400), greedy(8), use_tqdm=False))}
-    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+    end_engine(llm.llm_engine)
     return result
 
 
@@ -78,7 +78,7 @@ def upstream(folder: Path) -> dict[str, Any]:
     """Save, reset the prefix cache, load - with vLLM's own connector."""
     with mooncake_master(folder):
         llm, result = _save_and_load(folder, UPSTREAM_STORE, {})
-        llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(llm.llm_engine)
     return result
 
 
@@ -99,7 +99,7 @@ def store(folder: Path) -> dict[str, Any]:
                 engine.abort_request([engine_id(engine, "abort-0"), engine_id(engine, "abort-1")], internal=True)
         result["finished_beside_aborts"] = finished
         settle(llm)
-        engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(engine)
     return result
 
 
@@ -117,7 +117,7 @@ def preempt(folder: Path) -> dict[str, Any]:
         llm = make_llm(folder, STORE, {"ledger_path": str(folder / "ledger")}, num_gpu_blocks_override=40)
         result = {"tokens": tokens_of(llm.generate(prompts(8, 200, seed=1), greedy(300), use_tqdm=False))}
         settle(llm)
-        llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(llm.llm_engine)
     return result
 
 
@@ -131,7 +131,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             outputs = llm.generate(prompts(3, 400), greedy(8), use_tqdm=False)
             rounds.append({"tokens": tokens_of(outputs), "cached": [output.num_cached_tokens for output in outputs]})
             settle(llm)
-        llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        end_engine(llm.llm_engine)
     return {"rounds": rounds}
 
 

@@ -34,9 +34,6 @@ WRONG_RELATIVE_ERROR = 0.05
 
 TOO_FAST = "the run was not slow enough to poison a key"
 
-KILLED_BY_VLLM = "force killing remaining process EngineCore"
-"""What vLLM says when an engine that it ends has not ended within its 5 seconds."""
-
 
 class Must(msgspec.Struct, frozen=True, kw_only=True):
     """A finding that a replay must have.
@@ -114,7 +111,6 @@ class Row(msgspec.Struct):
         verdict: how many of them were there.
         culprit: how many of these named the right cause.
         false_alarms: findings beside those.
-        killed: vLLM itself killed the engine at the end of the scenario, and the log tells that it was.
         versions: of what the engines ran.
         keys: for poison, how many keys were wrong, and how many were named.
     """
@@ -125,7 +121,6 @@ class Row(msgspec.Struct):
     verdict: int = 0
     culprit: int = 0
     false_alarms: int = 0
-    killed: int = 0
     events: int = 0
     problems: list[str] = []
     versions: dict[str, str] = {}
@@ -407,10 +402,6 @@ def score(scenario: Scenario, run: Run, others: dict[str, Run]) -> Row:
     row = Row(scenario, seen.found, events=sum(map(len, seen.events.values())))
     row.versions = {name: version for each in opened for name, version in each.versions.items()}
     left = list(seen.found)
-    if KILLED_BY_VLLM in (run.folder / "output.txt").read_text(errors="replace"):
-        torn = [each for each in left if each[1].kind == "torn_log" and not _expects_torn(scenario, each[0])]
-        row.killed = len(torn)
-        left = [each for each in left if each not in torn]
     for must in scenario.must:
         row.due += 1
         candidates = [each for each in left if _is_the_verdict(must, each)]
@@ -434,10 +425,6 @@ def score(scenario: Scenario, run: Run, others: dict[str, Run]) -> Row:
         for log, finding in left
     ]
     return row
-
-
-def _expects_torn(scenario: Scenario, log: str) -> bool:
-    return any(must.kind == "torn_log" and must.log in ("", log) for must in scenario.must)
 
 
 def _is_the_verdict(must: Must, found: tuple[str, Finding]) -> bool:
@@ -514,9 +501,6 @@ and leave no log, so they have no row.
 
 PROBLEM_LENGTH = 240
 
-KILLED = """vLLM gives an engine 5 seconds to end, and then kills it. It did so at the end of: {}. Their logs are torn
-and the replay says so; that is counted neither as a verdict nor as a false alarm."""
-
 
 def cells(scenario: Scenario) -> list[str]:
     """Return the cells of a scenario's row that no run can change."""
@@ -545,9 +529,6 @@ def page(rows: Sequence[Row]) -> str:
     problems = [f"* {row.scenario.name}: {_cut(problem)}" for row in rows for problem in row.problems]
     if problems:
         lines += ["", "What was not as it must be:", "", *problems]
-    killed = [row.scenario.name for row in rows if row.killed]
-    if killed:
-        lines += ["", KILLED.format(", ".join(killed))]
     return "\n".join(lines) + "\n" + FOOT
 
 
