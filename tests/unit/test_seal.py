@@ -325,6 +325,17 @@ def test_every_change_is_named(sealed, statements, expected):
         assert "\n" not in problem.detail
 
 
+def test_a_view_in_place_of_a_summary_table_is_named(sealed):
+    connection = sqlite3.connect(sealed.target, isolation_level=None)
+    columns = [name for _, name, *_ in connection.execute("PRAGMA table_info(requests)")]
+    connection.execute("DROP TABLE requests")
+    connection.execute("CREATE VIEW requests AS SELECT " + ", ".join(f"""'x' AS "{name}" """ for name in columns))
+    connection.close()
+    problems = verify(sealed.target).problems
+    assert {problem.what for problem in problems} == {"summary"}
+    assert "without a number" in problems[0].detail
+
+
 def test_two_events_that_changed_places_are_both_named(sealed):
     changed(
         sealed.target,
