@@ -35,7 +35,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 def _plain_logging(request: pytest.FixtureRequest) -> Iterator[None]:
     """Give each test kvledger's logger as it is in a new process, and undo what the test does to it.
 
-    The plugin's `register` moves the logger, and the simulator silences it for the whole of its room.
+    The plugin's `register` moves the logger, and the simulation's room silences it.
     """
     logger, manager = logging.getLogger("kvledger"), logging.root.manager
     level, parent, disabled = logger.level, logger.parent, manager.disable

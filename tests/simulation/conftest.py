@@ -1,16 +1,23 @@
 """What the simulated runs of this room share: silence, and the ten slowest seeds at the end."""
 
+import logging
+
 import pytest
 
 played = []
 """Every result of a plain run, for the summary."""
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _quiet():
     from tools.sim.engine import quiet
 
+    loggers = [logging.getLogger(name) for name in ("vllm", "kvledger")]
+    levels = [logger.level for logger in loggers]
     quiet()
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)  # another room may come after this one in the same process
 
 
 @pytest.fixture
