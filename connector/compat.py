@@ -38,6 +38,8 @@ STORE: dict[str, tuple[str, ...]] = {
     ),
     f"{_V1}.mooncake.store.worker": (
         "_estimate_disk_offload_staging_bytes",
+        "_get_replica_tiers_by_key",
+        "_log_mooncake_load_tier_summary",
         "KVCacheStoreRecvingThread._add_load_error_block_ids",
         "KVCacheStoreRecvingThread._handle_request",
         "KVCacheStoreRecvingThread._record_operation",

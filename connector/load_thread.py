@@ -14,11 +14,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import KVCacheStoreRecvingThread
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
+    KVCacheStoreRecvingThread,
+    _get_replica_tiers_by_key,  # pyright: ignore[reportPrivateUsage] - upstream's log of tiers, see compat
+    _log_mooncake_load_tier_summary,  # pyright: ignore[reportPrivateUsage] - the same
+)
 
 from connector.failures import FailureLog
 from connector.integrity import Guard
@@ -33,22 +38,34 @@ from ledger.settings import Settings
 logger = logging.getLogger("kvledger")
 
 
+class Ticket:
+    """What the engine's thread and the receive threads share of a load, from its queuing to its answer.
+
+    Attributes:
+        number: the load's id in the books, -1 if they know of none.
+        step: the engine step that queued the load.
+        cancelled: nobody waits for the load any more. Only ever set to True, so it needs no lock.
+    """
+
+    def __init__(self, number: int = -1, step: int = 0) -> None:
+        self.number = number
+        self.step = step
+        self.cancelled = False
+
+
 class RunningLoad:
     """A load of this rank between its first pass and its report. It goes through upstream's queue like a request.
 
     Attributes:
         req_id: the request, as vLLM knows it. Upstream's thread loop reads it when something raises.
         name: the request, as the log knows it.
-        number: the load's id in the books.
-        cancelled: nobody waits for the load any more.
     """
 
-    def __init__(self, req_id: str, name: str, number: int, loading: Loading) -> None:
+    def __init__(self, req_id: str, name: str, ticket: Ticket, loading: Loading) -> None:
         self.req_id = req_id
         self.name = name
-        self.number = number
+        self.ticket = ticket
         self.loading = loading
-        self.cancelled = False
 
 
 class Retries(Protocol):
@@ -62,12 +79,12 @@ class Retries(Protocol):
         """Give `load` to the receive threads at `due_s`; their queue counts it as unfinished all the while."""
         ...
 
-    def cancel(self, requests: Collection[str]) -> None:
-        """Bring back at once, as cancelled, the loads of these requests."""
+    def bring_cancelled(self) -> None:
+        """Bring back at once the loads that were cancelled."""
         ...
 
     def close(self) -> None:
-        """Bring back at once, as cancelled, all loads."""
+        """Bring back at once, as cancelled, all loads; those that come later too."""
         ...
 
 
@@ -93,31 +110,30 @@ class TimedRetries:
     def put_back(self, load: RunningLoad, due_s: float) -> None:
         """Give `load` to the receive threads at `due_s`."""
         with self._changed:
-            load.cancelled = load.cancelled or self._closed
-            heapq.heappush(self._waiting, (0.0 if load.cancelled else due_s, next(self._order), load))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvledger-load-retries", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvledger-load-retries", daemon=True)
+                thread.start()
+                self._thread = thread
+            load.ticket.cancelled = load.ticket.cancelled or self._closed
+            heapq.heappush(self._waiting, (0.0 if load.ticket.cancelled else due_s, next(self._order), load))
             self._changed.notify()
 
-    def cancel(self, requests: Collection[str]) -> None:
-        """Bring back at once, as cancelled, the loads of these requests."""
-        if self._waiting and requests:
-            self._hurry(lambda load: load.req_id in requests)
-
-    def close(self) -> None:
-        """Bring back at once, as cancelled, all loads; those that come later too."""
-        self._closed = True
-        self._hurry(lambda _: True)
-
-    def _hurry(self, chosen: Callable[[RunningLoad], bool]) -> None:
+    def bring_cancelled(self) -> None:
+        """Bring back at once the loads that were cancelled."""
         with self._changed:
             for index, (_, order, load) in enumerate(self._waiting):
-                if chosen(load):
-                    load.cancelled = True
+                if load.ticket.cancelled:
                     self._waiting[index] = (0.0, order, load)
             heapq.heapify(self._waiting)
             self._changed.notify()
+
+    def close(self) -> None:
+        """Bring back at once, as cancelled, all loads; those that come later too."""
+        with self._changed:
+            self._closed = True
+            for _, _, load in self._waiting:
+                load.ticket.cancelled = True
+        self.bring_cancelled()
 
     def _run(self) -> None:
         with self._changed:
@@ -142,7 +158,7 @@ class Loader(NamedTuple):
         kv_groups: the KV-cache group of each group that the store knows.
         limits: what a load may cost.
         name: gives what stands in the log for a request id.
-        report: takes the report of a load for the books.
+        report: takes a request and the report of its load, for the books.
         failures: takes failures for operators.
         retries: brings loads back.
         guard: compares what arrived with its fingerprints; None if integrity is off.
@@ -152,7 +168,7 @@ class Loader(NamedTuple):
     kv_groups: tuple[int, ...]
     limits: Limits
     name: Callable[[str], str]
-    report: Callable[[LoadReport], None]
+    report: Callable[[str, LoadReport], None]
     failures: FailureLog
     retries: Retries
     guard: Guard | None = None
@@ -191,10 +207,10 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
         try:
             if load is None:
                 load = self._take_up(req_meta)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-            if load.cancelled:
+            if load.ticket.cancelled:
                 load.loading.abandon(CANCELLED)
             elif not load.loading.done:
-                with self.store.working(Work(load.name, load=load.number)):
+                with self.store.working(Work(load.name, load=load.ticket.number)):
                     run_pass(load.loading, self._get, self._loader.retries.now_s)
             due_s = load.loading.due_s
             if due_s is not None:
@@ -220,14 +236,16 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
         first_token = spec.vllm_cached_tokens if spec is not None else 0
         loader = self._loader
         loading = Loading(targets, first_token, loader.limits, loader.retries.now_s())
-        number = int(getattr(req_meta, "kvledger_load", -1))
-        return RunningLoad(req_meta.req_id, loader.name(req_meta.req_id), number, loading)
+        ticket = getattr(req_meta, "kvledger_load", None) or Ticket()
+        return RunningLoad(req_meta.req_id, loader.name(req_meta.req_id), ticket, loading)
 
     # --- one call to the store --------------------------------------------------------------------------------------
 
     def _get(self, targets: Sequence[Target]) -> Sequence[Answer]:
         """Ask the store, and keep upstream's statistics of such calls."""
         total_bytes = sum(sum(target.sizes) for target in targets)
+        keys = [target.key for target in targets]
+        tiers = _get_replica_tiers_by_key(self.store, keys) if envs.VLLM_MOONCAKE_STORE_TIER_LOG else None
         started_s = time.perf_counter()
         status, failed_keys = "error", len(targets)
         try:
@@ -243,6 +261,10 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
                 status=status,
                 num_failed_keys=failed_keys,
             )
+        if tiers is not None:
+            work = self.store.work
+            results = [answer if isinstance(answer, int) else -1 for answer in answers]
+            _log_mooncake_load_tier_summary(work.request if work is not None else "", keys, results, tiers)
         guard = self._loader.guard
         judged = answers if guard is None else guard.verify(targets, answers, self.store.take_trailers())
         return judged if failed_keys == 0 else self._with_sizes(targets, judged)
@@ -273,8 +295,8 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
             if not result.loaded:
                 self._report_failures(load, result)
             self._loader.failures.retried(result.retries)
-            if load.number >= 0:
-                self._loader.report(self._report(load, result))
+            if load.ticket.number >= 0:
+                self._loader.report(load.req_id, self._report(load, result))
         finally:
             self.set_finished_request(load.req_id)
             self.request_queue.task_done()
@@ -287,7 +309,7 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
         rank = self._loader.rank
         for group in result.by_code():
             self._loader.failures.report(
-                group.error(load.name, load.number, rank),
+                group.error(load.name, load.ticket.number, rank),
                 failed_keys=group.keys,
                 retries=result.retries,
                 gave_up=result.gave_up,
@@ -298,11 +320,11 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
         rank = self._loader.rank
         first = result.first
         if first is None:
-            return LoadReport(load.number, rank, "loaded", retries=result.retries)
+            return LoadReport(load.ticket.number, rank, "loaded", retries=result.retries)
         groups = result.by_code()
         by_blocks = not (self._is_hma_required or result.whole_request)
         return LoadReport(
-            load.number,
+            load.ticket.number,
             rank,
             "failed",
             str(first.code),

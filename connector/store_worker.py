@@ -36,7 +36,7 @@ from connector.books import naming
 from connector.evidence import EvidenceSender, evidence_address
 from connector.failures import FailureLog, LedgerStoreStats, open_failure_log
 from connector.integrity import Fingerprints, Guard, layout_digest
-from connector.load_thread import LedgerRecvingThread, Loader, Retries, TimedRetries, limits_of
+from connector.load_thread import LedgerRecvingThread, Loader, Retries, Ticket, TimedRetries, limits_of
 from connector.recording_store import BlockLocator, RecordingStore, Work, group_of, in_order
 from connector.save_planner import SavePlanner
 from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attached
@@ -54,7 +54,10 @@ class Reports:
         self.rank = rank
         self._lock = threading.Lock()
         self._jobs: list[JobReport] = []
-        self._loads: list[LoadReport] = []
+        self._loads: dict[str, list[LoadReport]] = {}
+        """By request, because a load's report goes with vLLM's own answer for its request, in the same step: the books
+        would settle the load a step before vLLM hears of it, and could not tell whose answer that is."""
+        self._told: list[LoadReport] = []
         self._answered: list[str] = []
 
     def add_job(self, report: JobReport) -> None:
@@ -62,22 +65,25 @@ class Reports:
         with self._lock:
             self._jobs.append(report)
 
-    def add_load(self, report: LoadReport) -> None:
-        """Add a load's report."""
+    def add_load(self, request: str, report: LoadReport) -> None:
+        """Add the report of a load of `request`, before vLLM's own answer for it. It is told when that is."""
         with self._lock:
-            self._loads.append(report)
+            self._loads.setdefault(request, []).append(report)
 
     def add_answered(self, requests: set[str]) -> None:
         """Add the requests whose loads vLLM is told of as finished on this rank, in this step."""
-        self._answered.extend(sorted(requests))
+        with self._lock:
+            for request in sorted(requests):
+                self._answered.append(request)
+                self._told.extend(self._loads.pop(request, ()))
 
     def take(self) -> LedgerWorkerMetadata | None:
         """Return the reports since the last call, None if there are none."""
         with self._lock:
-            if not self._jobs and not self._loads and not self._answered:
+            if not self._jobs and not self._told and not self._answered:
                 return None
             jobs, self._jobs = self._jobs, []
-            loads, self._loads = self._loads, []
+            loads, self._told = self._told, []
             answered, self._answered = self._answered, []
         return LedgerWorkerMetadata(jobs=jobs, loads=loads, answered=answered)
 
@@ -99,6 +105,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         self._planner = SavePlanner(self)
 
     _guard: Guard | None = None
+    _told_of_fingerprints = False
 
     def add_request(self, request: ReqMeta) -> None:
         """Register a job and queue it.
@@ -106,7 +113,16 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         The engine's thread calls it when the step that writes the blocks was launched.
         """
         if self._guard is not None:
-            request.kvledger_taken = self._guard.take(self._planner.plan(request))  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            try:
+                request.kvledger_taken = self._guard.take(self._planner.plan(request))  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            except Exception:
+                if not self._told_of_fingerprints:
+                    self._told_of_fingerprints = True
+                    logger.exception(
+                        "kvledger: no fingerprints could be taken of the blocks of request %s. They are saved without, "
+                        "so loads of them are not checked; this is said once.",
+                        self._name(request.req_id),
+                    )
         super().add_request(request)
 
     def _handle_request(self, req_meta: ReqMeta) -> None:
@@ -139,7 +155,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
                 request=work.request if work is not None else "",
                 job=report.job,
                 rank=report.rank,
-                blocks=in_order(work.failed_places) if work is not None else (),
+                blocks=in_order(list(dict.fromkeys(work.failed_places))) if work is not None else (),
             ),
             failed_keys=work.failed_keys if work is not None else 0,
         )
@@ -189,6 +205,9 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self.failures = FailureLog(str(transfer.engine_id) if transfer is not None else "")
         self.retries: Retries = TimedRetries(self.recv_request_queue)
         self.kv_connector_stats = LedgerStoreStats()
+        self._step = 0
+        self._tickets: dict[str, list[Ticket]] = {}
+        """The loads that vLLM has not been told of as finished, by request, oldest first. The engine's thread alone."""
         self._sender: EvidenceSender | None = None
         if settings.evidence and not self._capacity_only:
             address = evidence_address(vllm_config, connector, settings)
@@ -215,12 +234,15 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         """Queue the loads of a step, each with the id that the books gave it."""
         book = attached(metadata)
         if book is not None:
+            self._step = book.step
             if self._sender is not None:
                 self._sender.step = book.step
             for req_meta in metadata.requests:
                 load = book.loads.get(req_meta.req_id)
                 if load is not None:
-                    req_meta.kvledger_load = load  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+                    ticket = Ticket(load, book.step)
+                    req_meta.kvledger_load = ticket  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+                    self._tickets.setdefault(req_meta.req_id, []).append(ticket)
         super().start_load_kv(metadata)
 
     def build_connector_worker_meta(self) -> LedgerWorkerMetadata | None:
@@ -259,11 +281,29 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self, finished_req_ids: set[str], meta: MooncakeStoreConnectorMetadata
     ) -> KVConnectorTransferResults:
         """Return what upstream does; loads of requests that have ended are not tried again."""
-        self.retries.cancel(finished_req_ids)
+        self._cancel_loads(finished_req_ids)
         results = super().get_transfer_results(finished_req_ids, meta)
         if results.finished_recving:
             self._reports.add_answered(results.finished_recving)
+            for request_id in results.finished_recving:
+                tickets = self._tickets.get(request_id, [])
+                del tickets[:1]
+                if not tickets:
+                    self._tickets.pop(request_id, None)
         return results
+
+    def _cancel_loads(self, finished_req_ids: set[str]) -> None:
+        """Cancel the loads of requests that ended before this step; one of its own is of a request that came back."""
+        gone = [
+            ticket
+            for request_id in self._tickets.keys() & finished_req_ids
+            for ticket in self._tickets[request_id]
+            if ticket.step < self._step
+        ]
+        for ticket in gone:
+            ticket.cancelled = True
+        if gone:
+            self.retries.bring_cancelled()
 
     def get_kv_connector_stats(self) -> LedgerStoreStats | None:
         """Return the statistics since the last call, None if there are none."""

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import K
 
 from connector.adopt import adopt
 from connector.failures import FailureLog, LedgerStoreStats
-from connector.load_thread import LedgerRecvingThread, Loader, TimedRetries, limits_of
+from connector.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
 from connector.recording_store import RecordingStore
 from ledger.blocks import expand
 from ledger.settings import parse
@@ -95,11 +95,11 @@ class Desk:
         adopt(self.thread, LedgerRecvingThread).open(loader)
         self.thread.start()
 
-    def _reported(self, report):
+    def _reported(self, request, report):
         self.reports.append(report)
         self.answered.release()
 
-    def load(self, request, blocks, load=0, cached=0):
+    def load(self, request, blocks, load=0, cached=0, ticket=None):
         """Queue a load of `blocks` (one list for each group)."""
         tokens = len(blocks[0]) * BLOCK_TOKENS
         req_meta = ReqMeta(
@@ -109,8 +109,9 @@ class Desk:
             block_hashes=[f"{request}{number}".encode() for number in range(len(blocks[0]))],
             load_spec=LoadSpec(cached, tokens, True, token_len=tokens),
         )
-        req_meta.kvledger_load = load  # type: ignore[attr-defined]
+        req_meta.kvledger_load = ticket = ticket or Ticket(load)  # type: ignore[attr-defined]
         self.queue.put(req_meta)
+        return ticket
 
     def wait(self, count=1):
         """Wait until `count` loads more were answered, and return all reports."""
@@ -162,11 +163,12 @@ def test_every_block_of_a_failed_load_is_reported_to_vllm_with_code_and_stage_of
 def test_a_load_that_waits_for_its_retry_holds_up_no_load_behind_it():
     store = ScriptedStore({key("a", 0): [-900]})
     desk = Desk(store, load_retry_backoff_ms=60_000, load_deadline_s=1000.0)
-    desk.load("a", [[5]], load=0)
+    ticket = desk.load("a", [[5]], load=0)
     desk.load("b", [[6]], load=1)
     assert [report.load for report in desk.wait()] == [1]
     assert desk.queue.unfinished_tasks == 1  # the load that waits; closing the store waits for it
-    desk.retries.cancel({"a"})
+    ticket.cancelled = True
+    desk.retries.bring_cancelled()
     assert [report.load for report in desk.wait()] == [1, 0]
     assert desk.finished() == {"a", "b"}
 
@@ -185,13 +187,56 @@ def test_a_retry_that_succeeds_leaves_no_failure():
 def test_a_load_of_a_request_that_ended_is_not_tried_again():
     store = ScriptedStore({key("a", 0): [-900]})
     desk = Desk(store, load_retry_backoff_ms=60_000, load_deadline_s=1000.0)
-    desk.load("a", [[5]])
+    ticket = desk.load("a", [[5]])
     desk.load("b", [[6]], load=1)
     desk.wait()
-    desk.retries.cancel({"a"})
+    ticket.cancelled = True
+    desk.retries.bring_cancelled()
     assert [report.outcome for report in desk.wait()] == ["loaded", "failed"]
     assert len(store.calls) == 2
     assert desk.finished() == {"a", "b"}
+
+
+def test_a_load_whose_request_ends_during_its_call_is_not_tried_again():
+    tickets = []
+
+    class EndsMeanwhile(ScriptedStore):
+        def batch_get_into_multi_buffers(self, keys, addrs, sizes):
+            tickets[0].cancelled = True
+            return super().batch_get_into_multi_buffers(keys, addrs, sizes)
+
+    store = EndsMeanwhile({key("a", 0): [-900]})
+    desk = Desk(store, load_retry_backoff_ms=60_000, load_deadline_s=1000.0)
+    tickets.append(Ticket(0))
+    desk.load("a", [[5]], ticket=tickets[0])
+    (report,) = desk.wait()
+    assert (report.outcome, len(store.calls)) == ("failed", 1)
+
+
+def test_a_load_whose_request_ended_in_the_queue_is_not_begun():
+    store = ScriptedStore()
+    desk = Desk(store)
+    ticket = Ticket(0)
+    ticket.cancelled = True
+    desk.load("a", [[5]], ticket=ticket)
+    (report,) = desk.wait()
+    assert (report.outcome, report.code, store.calls) == ("failed", "CANCELLED", [])
+    assert desk.finished() == {"a"}
+
+
+def test_upstreams_log_of_tiers_is_kept(monkeypatch):
+    monkeypatch.setenv("VLLM_MOONCAKE_STORE_TIER_LOG", "1")
+    asked = []
+
+    class Tiers(ScriptedStore):
+        def batch_get_replica_desc(self, keys):
+            asked.extend(keys)
+            return {}
+
+    desk = Desk(Tiers())
+    desk.load("a", [[5]])
+    desk.wait()
+    assert [each.rsplit("@", 1)[-1] for each in asked] == [key("a", 0)]
 
 
 def test_closing_ends_what_waits_and_what_would_wait():
@@ -248,7 +293,7 @@ def test_a_load_that_upstream_cannot_plan_fails_with_all_its_blocks():
         block_hashes=[b"only one"],
         load_spec=LoadSpec(BLOCK_TOKENS, 3 * BLOCK_TOKENS, True, token_len=3 * BLOCK_TOKENS),
     )
-    broken.kvledger_load = 0  # type: ignore[attr-defined]
+    broken.kvledger_load = Ticket(0)  # type: ignore[attr-defined]
     desk.queue.put(broken)
     (report,) = desk.wait()
     assert (report.outcome, report.code, report.exception) == ("failed", "UNKNOWN", "AssertionError")

@@ -45,7 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 from connector.adopt import adopt
 from connector.failures import FailureLog
 from connector.integrity import Fingerprints, Guard, layout_digest
-from connector.load_thread import LedgerRecvingThread, Loader, TimedRetries, limits_of
+from connector.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
 from connector.recording_store import BlockLocator, RecordingStore
 from connector.store_worker import LedgerSendingThread, Reports
 from ledger.settings import parse
@@ -115,7 +115,7 @@ class Side:
         """Load all blocks, as the receive thread does."""
         tokens = len(blocks) * BLOCK_TOKENS
         req_meta = ReqMeta("r", 0, (blocks,), hashes, load_spec=LoadSpec(0, tokens, True, token_len=tokens))  # type: ignore[arg-type]
-        req_meta.kvledger_load = 0  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        req_meta.kvledger_load = Ticket(0)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
         self._queue.put(req_meta)
         self.receiver._handle_request(self._queue.get())
         if self.receiver.get_and_clear_block_ids_with_load_errors():

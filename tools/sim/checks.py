@@ -688,7 +688,8 @@ class Feed:
 
 def load_number(item: Any) -> int:
     """Return the load that an item of a receive thread is of: upstream's metadata, or the plugin's load under way."""
-    return int(item.number if hasattr(item, "number") else getattr(item, "kvledger_load", -1))
+    ticket = item.ticket if hasattr(item, "ticket") else getattr(item, "kvledger_load", None)
+    return -1 if ticket is None else int(ticket.number)
 
 
 def spread(ranges: Iterable[tuple[int, int]]) -> list[int]:

@@ -10,7 +10,7 @@ same order.
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -148,25 +148,23 @@ class VirtualRetries:
         self._order += 1
         number = self._order
         self._waiting[number] = load
-        self._clock.at(int(due_s * 1e9), lambda: self._bring(number))
+        due_ns = self._clock.now_ns if load.ticket.cancelled else int(due_s * 1e9)
+        self._clock.at(due_ns, lambda: self._bring(number))
 
     def waits(self, request: str) -> bool:
         """Return whether a load of `request` is to be tried again."""
         return any(load.req_id == request for load in self._waiting.values())
 
-    def cancel(self, requests: Collection[str]) -> None:
-        """Bring back at once, as cancelled, the loads of these requests."""
-        if requests:
-            self._hurry(lambda load: load.req_id in requests)
+    def bring_cancelled(self) -> None:
+        """Bring back at once the loads that were cancelled."""
+        for number in [number for number, load in self._waiting.items() if load.ticket.cancelled]:
+            self._bring(number)
 
     def close(self) -> None:
         """Bring back at once, as cancelled, all loads."""
-        self._hurry(lambda _: True)
-
-    def _hurry(self, chosen: Callable[[RunningLoad], bool]) -> None:
-        for number in [number for number, load in self._waiting.items() if chosen(load)]:
-            self._waiting[number].cancelled = True
-            self._bring(number)
+        for load in self._waiting.values():
+            load.ticket.cancelled = True
+        self.bring_cancelled()
 
     def _bring(self, number: int) -> None:
         load = self._waiting.pop(number, None)
@@ -256,7 +254,7 @@ class Rank:
         """
         if self._place.shape.company:
             return
-        self.worker._reports.add_load(LoadReport(load, self.number, "loaded"))
+        self.worker._reports.add_load(request, LoadReport(load, self.number, "loaded"))
         upstream.KVTransferThread.set_finished_request(self.worker.kv_recv_threads[0], request)
 
     # --- building ---------------------------------------------------------------------------------------------------
