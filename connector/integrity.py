@@ -142,8 +142,10 @@ class Fingerprints:
         phase = offsets[0] % words if words else 0
         if words and not any(offset % words != phase for offset in offsets):
             table = flat[phase : phase + (len(flat) - phase) // words * words].view(-1, words)
-            numbers = torch.tensor([(offset - phase) // words for offset in offsets], device=flat.device)
-            return table.index_select(0, numbers)
+            # From pinned memory, because a copy from any other waits for all that the device was given before.
+            pinned = flat.device.type == "cuda"
+            numbers = torch.tensor([(offset - phase) // words for offset in offsets], pin_memory=pinned)
+            return table.index_select(0, numbers.to(flat.device, non_blocking=pinned))
         return torch.stack([flat[offset : offset + words] for offset in offsets])
 
     def _region(self, address: int) -> tuple[int, int, torch.Tensor]:
@@ -355,6 +357,11 @@ class GuardedStore:
         size = int(self._store.get_size(key + KEY_MARK))
         return size - TRAILER_BYTES if size >= TRAILER_BYTES else size
 
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, Any]:
+        """Return where values lie, by key without its mark, for upstream's log of tiers."""
+        found = dict(self._store.batch_get_replica_desc([key + KEY_MARK for key in keys]))
+        return {key: found.get(key + KEY_MARK) for key in keys}
+
     def remove(self, key: str, force: bool = False) -> int:
         """Remove a value; return 0 or a negative code."""
         return int(self._store.remove(key + KEY_MARK, force))
@@ -362,11 +369,22 @@ class GuardedStore:
     def batch_put_from_multi_buffers(
         self, keys: list[str], addrs: list[list[int]], sizes: list[list[int]], *args: Any
     ) -> list[int]:
-        """Put blocks with their trailers, then look whether one changed meanwhile. The results are the real store's."""
+        """Put blocks with their trailers, then look whether one changed meanwhile. The results are the real store's.
+
+        Mooncake's `ReplicateConfig` may name a group for each key of a call, so each part of a call gets its own.
+        """
+        config = args[0] if args else None
+        groups = list(getattr(config, "group_ids", None) or ())
         results: list[int] = []
-        for start in range(0, len(keys), SLOTS):
-            part = slice(start, start + SLOTS)
-            results.extend(self._put(keys[part], addrs[part], sizes[part], *args))
+        try:
+            for start in range(0, len(keys), SLOTS):
+                part = slice(start, start + SLOTS)
+                if groups and config is not None:
+                    config.group_ids = groups[part]
+                results.extend(self._put(keys[part], addrs[part], sizes[part], *args))
+        finally:
+            if groups and config is not None:
+                config.group_ids = groups
         return results
 
     def _put(self, keys: list[str], addrs: list[list[int]], sizes: list[list[int]], *args: Any) -> list[int]:

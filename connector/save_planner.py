@@ -68,7 +68,8 @@ class SavePlanner(KVCacheStoreSendingThread):
         """Return what the job of `req_meta` will put at most: what the store does not hold of it is put then."""
         self._noting.planned = []
         self._saved_offset = self._thread._saved_offset  # read: where the thread would resume
-        self.request_queue.put(None)  # upstream counts it as done
+        self.request_queue.put(None)  # upstream counts it as done, and nobody else takes it
+        self.request_queue.get_nowait()
         event, req_meta.current_event = req_meta.current_event, _NoEvent()  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
         try:
             self._handle_request(req_meta)

@@ -4,11 +4,15 @@ import random
 
 import pytest
 import torch
-from mooncake.store import MooncakeDistributedStore  # pyright: ignore[reportAttributeAccessIssue] - compiled
+from mooncake.store import (  # pyright: ignore[reportAttributeAccessIssue] - compiled
+    MooncakeDistributedStore,
+    ReplicateConfig,
+)
 from vllm.distributed.mooncake_store import MooncakeStoreConfig, setup_mooncake_store
 
 from connector.integrity import (
     KEY_MARK,
+    SLOTS,
     TRAILER_BYTES,
     Fingerprints,
     Guard,
@@ -273,6 +277,26 @@ def test_more_keys_than_a_thread_has_slots_are_moved_in_several_calls(worker):
     keys = {f"key{number}": number % BLOCKS for number in range(2500)}
     assert set(worker.put(keys)) == {0}
     assert set(worker.load(keys)) == {"ok"}
+
+
+def test_each_part_of_a_long_put_names_the_groups_of_its_own_keys():
+    class Groups:  # Mooncake refuses a call whose groups are not as many as its keys
+        def register_buffer(self, *_):
+            return 0
+
+        def batch_put_from_multi_buffers(self, keys, addrs, sizes, config):
+            assert config.group_ids == [f"group of {key.removesuffix(KEY_MARK)}" for key in keys]
+            return [0] * len(keys)
+
+    tensor = cache(1)
+    store = GuardedStore(Groups(), Guard(Fingerprints([tensor]), [b"x" * 16], lambda _: 0, 1), print)
+    keys = [f"k{number}" for number in range(SLOTS + 10)]
+    groups = [f"group of {key}" for key in keys]
+    config = ReplicateConfig()
+    config.group_ids = groups
+    results = store.batch_put_from_multi_buffers(keys, [[0]] * len(keys), [[8]] * len(keys), config)
+    assert results == [0] * len(keys)
+    assert config.group_ids == groups
 
 
 def test_a_sampled_save_has_fingerprints_for_its_sample_only(master):
