@@ -27,13 +27,33 @@ from ledger.errors import KVTransferError
 logger = logging.getLogger("kvledger.failures")
 
 
+_opened: tuple[str, logging.Handler] | None = None
+"""Where the lines of this process go, and the handler that writes them."""
+
+
 def open_failure_log(path: str) -> None:
     """Give the logger a handler that writes bare lines, unless the host has given it one.
+
+    A process has one such log. With two connectors below vLLM's MultiConnector a file goes before standard error; of
+    two files the first stays, and that is said.
 
     Args:
         path: a file to append to; empty for standard error. Several processes may share it: a line is one write.
     """
-    if logger.handlers:
+    global _opened  # noqa: PLW0603 - there is one logger of this name in a process, and one who may open it
+    if _opened is not None and _opened[1] in logger.handlers:
+        before, given = _opened
+        if before and path and before != path:
+            logging.getLogger("kvledger").error(
+                "kvledger: failure_log %s is not written. This process writes all its failures to %s, which another of "
+                "its connectors named first. Give both the same failure_log.",
+                path,
+                before,
+            )
+        if before or not path:
+            return
+        logger.removeHandler(given)
+    elif logger.handlers:
         return
     if path:
         handler: logging.Handler = logging.FileHandler(path, delay=True)
@@ -43,6 +63,7 @@ def open_failure_log(path: str) -> None:
         handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
+    _opened = (path, handler)
     logger.setLevel(logging.WARNING)
     logger.propagate = False
 
