@@ -235,9 +235,13 @@ class LookupDeferred(Event, frozen=True, gc=False, omit_defaults=True, tag="look
 
 
 class LookupSuppressed(Event, frozen=True, gc=False, omit_defaults=True, tag="lookup_suppressed"):
-    """The store has a hit, and the request was told "no hit".
+    """The store has a hit, and the request was told "no hit", so it computes instead.
 
-    Its loads failed `failures` times, so it computes instead.
+    Either the loads up to this token failed as often as `load_max_cycles` allows, or a load of the request failed and
+    then a hit found no room: vLLM would hold the request back for it, so it is not given again before the request runs.
+
+    Attributes:
+        failures: loads of this request up to this token that failed.
     """
 
     request: str

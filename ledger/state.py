@@ -41,7 +41,7 @@ class RequestRecord(msgspec.Struct):
     skipping: bool = False
     """Its last save was skipped, so further skips are not news."""
     after_failure: Literal["deferred", "answered"] | msgspec.UnsetType = msgspec.UNSET
-    """What its lookups with a hit were told since its last load failed; a load that is planned begins anew."""
+    """What its lookups with a hit were told since its last load failed. A planned load, or a run, begins anew."""
 
 
 class Job(msgspec.Struct):
@@ -243,6 +243,8 @@ class State:
         else:
             record.state = state
             record.since_seq = seq
+        if state == "running":
+            self.book.requests[request].after_failure = msgspec.UNSET  # it found room, so the next hit is a new one
 
     def _request_ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
         self.book.requests.pop(event.request, None)

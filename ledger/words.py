@@ -309,8 +309,12 @@ _TELLERS: dict[type[ev.Event], Callable[[Any], str]] = {
         f"({plural(e.hit_tokens, 'token')} in the store)"
     ),
     ev.LookupSuppressed: lambda e: (
-        f"{request(e.request, e.generation)} was told of no hit ({plural(e.hit_tokens, 'token')} in the store): its "
-        f"loads failed {e.failures} times"
+        f"{request(e.request, e.generation)} was told of no hit ({plural(e.hit_tokens, 'token')} in the store): "
+        + (
+            f"{plural(e.failures, 'load')} up to the same token failed"
+            if e.failures
+            else "a load of it had failed, and since then a hit found no room"
+        )
     ),
     ev.LoadPlanned: lambda e: (
         f"load {e.load} planned for {request(e.request, e.generation)}: {plural(e.tokens, 'token')} into "
