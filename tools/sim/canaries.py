@@ -16,6 +16,7 @@ import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from connector.store_worker import Reports
 from connector.worker_meta import JobReport, LedgerWorkerMetadata
 from ledger.blocks import Blocks, numbers
 from tools.sim import plan as pl
@@ -141,6 +142,24 @@ def _freed_by_first_rank(world: World) -> None:
     half._free = lambda blocks: None
 
 
+def _report_before_answer(world: World) -> None:
+    """Tell of a load as soon as its rank has, and not only when vLLM hears of it."""
+    for rank in world.engine.ranks:
+        _tell_at_once(rank.worker._reports)
+
+
+def _tell_at_once(reports: Reports) -> None:
+    take = reports.take
+
+    def take_all() -> LedgerWorkerMetadata | None:
+        for held in reports._loads.values():
+            reports._told.extend(held)
+        reports._loads.clear()
+        return take()
+
+    reports.take = take_all  # type: ignore[method-assign]
+
+
 def _freed_head_first(world: World) -> None:
     half = _half(world)
 
@@ -212,6 +231,13 @@ CANARIES: tuple[Canary, ...] = (
         frozenset({"poison"}),
         _freed_by_first_rank,
         ranks=(2, 3, 4),
+    ),
+    Canary(
+        "report-first",
+        "a rank's report that overtakes vLLM's own answer",
+        "a load's report may go a step before vLLM hears of the load, and then nobody knows whose answer that is",
+        frozenset({"unsettled"}),
+        _report_before_answer,
     ),
     # From here on no incident, but the rest of the checks: each must be able to fail.
     Canary(

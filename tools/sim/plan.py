@@ -35,7 +35,7 @@ is answered twice; a report for a job nobody knows; a rank whose transfers stand
 between scheduler and worker that is lost; keys that the store evicts; a store under pressure."""
 
 CANARIES: tuple[str, ...] = (
-    *("pins-off", "by-request", "silent-exception", "first-failure", "first-rank"),
+    *("pins-off", "by-request", "silent-exception", "first-failure", "first-rank", "report-first"),
     *("head-first", "no-bounds", "asleep", "beside-the-log", "deaf"),
 )
 """Known mistakes by name, for a command line that shall not wait for vLLM. They are in `canaries`."""

@@ -42,6 +42,9 @@ from tools.sim.store import BASE_ADDRESS, BLOCK_BYTES, Faults, RankStore
 DISPATCH_NS = STEP_NS // 100
 """From queueing a job to a thread taking it up: 0.1 ms."""
 
+BETWEEN_CALLS_NS = STEP_NS // 50
+"""From one of the calls by which vLLM asks a rank for its results to the next: long for what they do, to meet more."""
+
 
 class Lanes:
     """The queue of one or more of upstream's transfer threads, and those threads as calls in virtual time.
@@ -231,14 +234,20 @@ class Rank:
                 thread.add_request(req_meta)
 
     def answer(self, metadata: MooncakeStoreConnectorMetadata, finished: set[str]) -> KVConnectorOutput:
-        """Return what this rank tells the scheduler at the end of a step, by the calls that vLLM makes."""
-        worker = self.worker
+        """Return what this rank tells the scheduler at the end of a step, by the calls that vLLM makes.
+
+        Time passes between them, because the transfer threads do not stand still meanwhile.
+        """
+        worker, clock = self.worker, self._clock
         results = worker.get_transfer_results(finished, metadata)
+        clock.advance(clock.now_ns + BETWEEN_CALLS_NS)
+        invalid_block_ids = worker.get_block_ids_with_load_errors()
+        clock.advance(clock.now_ns + BETWEEN_CALLS_NS)
         return KVConnectorOutput(
             finished_sending=results.finished_sending or None,
             finished_recving=results.finished_recving or None,
             failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            invalid_block_ids=invalid_block_ids,
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
 
