@@ -263,8 +263,7 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
             )
         if tiers is not None:
             work = self.store.work
-            results = [answer if isinstance(answer, int) else -1 for answer in answers]
-            _log_mooncake_load_tier_summary(work.request if work is not None else "", keys, results, tiers)
+            _log_mooncake_load_tier_summary(work.request if work is not None else "", keys, list(answers), tiers)
         guard = self._loader.guard
         judged = answers if guard is None else guard.verify(targets, answers, self.store.take_trailers())
         return judged if failed_keys == 0 else self._with_sizes(targets, judged)

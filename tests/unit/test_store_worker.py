@@ -91,7 +91,7 @@ def test_nothing_is_kept_of_loads_that_were_answered(worker: LedgerStoreWorker):
 class NoRoom(Fingerprints):
     """An accelerator without room for the copy that fingerprints need."""
 
-    def of(self, *_: object) -> torch.Tensor:
+    def of(self, addresses: object, sizes: object) -> torch.Tensor:
         """Raise what torch raises then."""
         raise torch.OutOfMemoryError("no room for the copy")
 

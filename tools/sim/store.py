@@ -241,7 +241,7 @@ class RankStore:
         done = 0
         for piece in range(PIECES):
             clock.wait(duration_ns // PIECES)
-            if kind == "hang" and piece == 1:
+            if kind == "hang" and piece == 1 and faults.active:
                 clock.park()
             end = count * (piece + 1) // PIECES
             for index in range(done, end):
