@@ -106,7 +106,7 @@ class _Seed(msgspec.Struct):
 
 
 def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
-    """Return the keys that a job tainted: those that the verdict names, or all that it stored."""
+    """Return the keys that a job tainted: those that the verdicts on it name together, or all that it stored."""
     seed = _Seed()
     stored: dict[str, None] = {}
     open_calls: dict[tuple[str, int], ev.TransferStarted] = {}
@@ -128,12 +128,10 @@ def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
                     stored.pop(key, None)
 
     replay = Replay([Poison], watch=look).feed(events)
-    for finding in replay.result("live").findings:
-        if job in finding.jobs:
-            seed.judged = True
-            seed.keys = list(dict.fromkeys(entry["key"] for entry in finding.facts["tainted"]))
-    if not seed.judged:
-        seed.keys = list(stored)
+    findings = [finding for finding in replay.result("live").findings if job in finding.jobs]
+    named = dict.fromkeys(entry["key"] for finding in findings for entry in finding.facts["tainted"])
+    seed.judged = bool(findings)
+    seed.keys = list(named if findings else stored)
     return seed
 
 

@@ -156,6 +156,31 @@ def test_the_radius_begins_with_exactly_the_keys_of_the_blocks_that_were_given_a
     assert radius.reached == []
 
 
+def test_the_radius_begins_with_the_keys_of_every_finding_about_the_job():
+    log = Script("one", ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.takes_back("R", (5, 6))
+    log.gives("N", (5, 6))
+    log.request_scheduled(request="N", generation=1)
+    log.steps(2)
+    for rank in (0, 1):
+        call = log.put_begins(0, rank, keys=keys(f"{rank}-"), blocks=(5, 12))
+        with log.rank(rank):
+            caught = {"request": "R", "group": 0, "block": 12, "before": "aa", "after": "bb", "removed": False}
+            log.poison_caught(job=0, rank=rank, key=keys(f"{rank}-")[7], **caught)
+        log.ends(call)
+    log.runs("Q")
+    log.recalls(0, "Q", blocks=(20, 20), keys=[keys("0-")[7]])
+    findings = [finding for finding in replay(log.events).findings if finding.kind == "poison"]
+    assert len(findings) > 1
+    radius = spread(log)
+    assert radius.keys == [keys(f"{rank}-")[place] for rank in (0, 1) for place in (0, 1)] + [
+        keys(f"{rank}-")[7] for rank in (0, 1)
+    ]
+    assert [each.request for each in radius.reached] == ["Q"]
+
+
 def test_the_radius_follows_loads_and_what_was_stored_after_them_through_engines_that_share_the_store():
     one, two, three = poisoned(), Script("two", start_s=10), Script("three", start_s=20)
     two.runs("A")
