@@ -221,6 +221,63 @@ def test_the_radius_has_requests_that_shared_the_blocks_of_one_that_was_reached_
     assert [(each.request, each.how) for each in radius.reached] == [("A", "loaded"), ("B", "shared"), ("C", "shared")]
 
 
+def loaded_before_it_was_tainted(*, returns: bool) -> Script:
+    """R's poisoned job stores keys that Q, of the same engine, had asked for before; and Q saves what it computed."""
+    log = Script("one")
+    log.runs("Q")
+    log.loads(0, "Q", blocks=(31, 38))
+    call = log.get_begins(0, keys=keys("r"))
+    if returns:
+        log.ends(call)
+        log.answers(0)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.gives("R2", (5, 8))
+    log.steps(2)
+    log.puts(0, keys=keys("r"))
+    log.reports(0)
+    if not returns:
+        log.ends(call)
+        log.answers(0)
+    log.stores(1, "Q", blocks=(39, 40), keys=keys("q", 2))
+    log.finishes("Q")
+    return log
+
+
+def test_who_loaded_a_key_before_wrong_kv_was_stored_under_it_in_the_same_log_is_not_reached():
+    radius = spread(loaded_before_it_was_tainted(returns=True))
+    assert radius.judged
+    assert radius.reached == []
+    assert radius.derived == {}
+
+
+def test_a_load_that_was_going_on_when_wrong_kv_was_stored_may_have_got_it():
+    for log in (loaded_before_it_was_tainted(returns=False), without_returns_of_gets(returns=True)):
+        radius = spread(log)
+        assert [(each.request, each.how) for each in radius.reached] == [("Q", "loaded")]
+        assert list(radius.derived) == keys("q", 2)
+
+
+def without_returns_of_gets(*, returns: bool) -> Script:
+    log = loaded_before_it_was_tainted(returns=returns)
+    log.events = [event for event in log.events if getattr(event, "op", "") != "get" or hasattr(event, "blocks")]
+    return log
+
+
+def test_the_order_of_a_load_and_of_what_was_derived_is_known_within_one_log_only():
+    early, two, three = loaded_before_it_was_tainted(returns=True), Script("two"), Script("three")
+    two.runs("B")
+    two.recalls(0, "B", blocks=(1, 2), keys=keys("a", 2))
+    two.finishes("B")
+    for log in (two, three):
+        log.runs("A")
+        log.recalls(1, "A", blocks=(1, 2), keys=keys("r")[:2])
+        log.stores(0, "A", blocks=(3, 6), keys=[*keys("a", 2), *keys("r")[2:4]])
+        log.finishes("A")
+    assert [(each.log, each.request) for each in spread(early, two).reached] == [(1, "A")]
+    assert {(each.log, each.request) for each in spread(early, two, three).reached} == {(1, "A"), (2, "A"), (1, "B")}
+
+
 def test_blocks_that_are_used_again_after_everybody_left_are_not_shared():
     log = poisoned()
     log.runs("A")
