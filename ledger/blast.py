@@ -75,29 +75,34 @@ class BlastRadius(msgspec.Struct):
     complete: bool = True
 
 
-def blast_radius(readers: Sequence[Events], job: int, log: int | None = None) -> BlastRadius | None:
-    """Return how far the wrong KV of a job has come through the logs; None if no log has that job.
+def blast_radius(readers: Sequence[Events], job: int, log: int | None = None) -> list[BlastRadius]:
+    """Return how far the wrong KV of a job has come through the logs.
+
+    Every engine numbers its jobs from 0, so that several logs may have a poisoned job of that number: each is followed.
 
     Args:
         readers: read each log; called several times.
         job: the store job.
-        log: the index of the log that has the job; the first in which it is poisoned, else the first that has it.
+        log: the index of the log that has the job; if not given, each log in which it is poisoned, and if it is
+            poisoned in none, each that has it.
+
+    Returns:
+        One for each log; none if no log has that job.
     """
-    seeds = [_seed(read(), job) for read in readers]
-    candidates = range(len(readers)) if log is None else [log]
-    chosen = next((index for index in candidates if seeds[index].judged), None)
-    if chosen is None:
-        chosen = next((index for index in candidates if seeds[index].keys or seeds[index].seen), None)
-    if chosen is None:
-        return None
-    seed = seeds[chosen]
-    radius = BlastRadius(job, chosen, seed.judged, list(seed.keys))
-    tainted = {key: _Taint(0, {chosen: seed.registered_seq}) for key in seed.keys}
+    seeds = {index: _seed(readers[index](), job) for index in (range(len(readers)) if log is None else [log])}
+    chosen = [index for index, seed in seeds.items() if seed.judged]
+    chosen = chosen or [index for index, seed in seeds.items() if seed.seen]
+    return [_spread(readers, job, index, seeds[index]) for index in chosen]
+
+
+def _spread(readers: Sequence[Events], job: int, log: int, seed: "_Seed") -> BlastRadius:
+    radius = BlastRadius(job, log, seed.judged, list(seed.keys))
+    tainted = {key: _Taint(0, {log: seed.registered_seq}) for key in seed.keys}
     marked: dict[tuple[int, str], Spread] = {}
     for _ in range(ROUNDS_LIMIT):
         before = _known(tainted, marked)
         for index, read in enumerate(readers):
-            source = (job, seed.registered_seq) if index == chosen else (-1, 0)
+            source = (job, seed.registered_seq) if index == log else (-1, 0)
             _Round(index, tainted, marked, radius, *source).follow(read())
         if _known(tainted, marked) == before:
             return radius

@@ -476,16 +476,33 @@ def ask_diff(path: Path, earlier: Moment, later: Moment) -> tuple[Diff, int, int
         return diff(before, after, log.events(after_seq=places[0], until_seq=places[1])), *places
 
 
-def ask_blast_radius(paths: Sequence[Path], job: int, progress: Progress | None = None) -> BlastRadius | None:
-    """Return how far the wrong KV of a job has come through the logs; None if none has that job.
+def ask_blast_radius(
+    paths: Sequence[Path], job: int, log: int | None = None, progress: Progress | None = None
+) -> list[BlastRadius]:
+    """Return how far the wrong KV of a job has come through the logs, one for each log whose job is meant.
+
+    Args:
+        job: the store job.
+        log: the index of the log whose job is meant; if not given, that of each log in which it is poisoned.
+        progress: told now and then how far it is.
 
     Raises:
         LedgerFileError: a file cannot be read.
+        NotInLog: no log has that job, or several have one and none of them is poisoned.
     """
-    radius = blast_radius([partial(_again, path, None, progress) for path in paths], job)
-    if radius is not None and any(gaps_of(path) for path in paths):
-        radius.complete = False
-    return radius
+    radii = blast_radius([partial(_again, path, None, progress) for path in paths], job, log)
+    if not radii:
+        raise NotInLog(f"{'none of the files has a' if log is None else f'{paths[log]} has no'} store job {job}")
+    if len(radii) > 1 and not radii[0].judged:
+        has = words.listed([paths[radius.log] for radius in radii], 3)
+        raise NotInLog(
+            f"several files have a store job {job} ({has}), and in none of them is it poisoned. Say which is meant: "
+            f"--job {paths[radii[0].log]}:{job}"
+        )
+    if any(gaps_of(path) for path in paths):
+        for radius in radii:
+            radius.complete = False
+    return radii
 
 
 def gaps_of(path: Path) -> list[ev.Gap]:

@@ -1,5 +1,6 @@
 """Questions asked backwards: why, blame, diff, blast radius, and the smallest log that still has a finding."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,10 @@ def about(log: Script, interest: Interest) -> list:
     watch = Watch(interest)
     watch.look(log.events)
     return watch.events
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 # --- why --------------------------------------------------------------------------------------------------------------
@@ -132,18 +137,17 @@ def test_diff_tells_what_began_what_ended_and_what_moved():
 
 
 def spread(*logs: Script, job: int = 0) -> BlastRadius:
-    radius = blast_radius([log.events.__iter__ for log in logs], job)
-    assert radius is not None
+    (radius,) = blast_radius([log.events.__iter__ for log in logs], job)
     return radius
 
 
-def poisoned() -> Script:
-    log = Script("one")
+def poisoned(engine: str = "one", lead: str = "r") -> Script:
+    log = Script(engine)
     log.runs("R")
     log.saves(0, "R", blocks=(5, 12), pins=False)
     log.gives("R2", (5, 8))
     log.steps(2)
-    log.puts(0, keys=keys("r"))
+    log.puts(0, keys=keys(lead))
     log.reports(0)
     log.finishes("R")
     return log
@@ -295,7 +299,21 @@ def test_without_a_verdict_the_radius_takes_all_that_the_job_stored_and_says_so(
     radius = spread(log)
     assert not radius.judged
     assert radius.keys == keys("r", 4)
-    assert blast_radius([log.events.__iter__], 99) is None
+    assert blast_radius([log.events.__iter__], 99) == []
+
+
+def test_each_log_in_which_the_job_is_poisoned_has_a_radius_because_every_engine_numbers_its_jobs_from_0():
+    one, two, healthy = poisoned("one", "r"), poisoned("two", "s"), Script("three")
+    healthy.runs("R")
+    healthy.stores(0, "R", blocks=(5, 8), keys=keys("t", 4))
+    readers = [log.events.__iter__ for log in (one, healthy, two)]
+    assert [(radius.log, radius.judged, radius.keys) for radius in blast_radius(readers, 0)] == [
+        (0, True, keys("r")[:4]),
+        (2, True, keys("s")[:4]),
+    ]
+    assert [(radius.log, radius.judged, radius.keys) for radius in blast_radius(readers, 0, 1)] == [
+        (1, False, keys("t", 4))
+    ]
 
 
 # --- minimize ---------------------------------------------------------------------------------------------------------
@@ -382,6 +400,54 @@ def test_blast_radius_prints_keys_and_requests(files: dict[str, Path], capsys: p
     assert cli.run(["blast-radius", str(files["s1"]), "--job", "0", "--json"]) == 1
     assert '"request": "R3"' in capsys.readouterr().out
     assert cli.run(["blast-radius", str(files["s1"]), "--job", "77"]) == 2
+
+
+def test_blast_radius_follows_the_job_of_each_log_in_which_it_is_poisoned_or_of_the_one_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    a, b = poisoned("a", "r").save(tmp_path / "a.db"), poisoned("b", "s").save(tmp_path / "b.db")
+    command = ["blast-radius", str(a), str(b)]
+    assert cli.run([*command, "--job", "0"]) == 1
+    out = one_line(capsys.readouterr().out)
+    assert f"Store job 0 in {a}: 4 keys" in out
+    assert f"Store job 0 in {b}: 4 keys" in out
+    assert cli.run([*command, "--job", "0", "--keys"]) == 1
+    assert capsys.readouterr().out.split() == [*keys("r")[:4], *keys("s")[:4]]
+    assert cli.run([*command, "--job", "0", "--json"]) == 1
+    assert [each["file"] for each in json.loads(capsys.readouterr().out)] == [str(a), str(b)]
+    for name in ("b.db", str(b)):
+        assert cli.run([*command, "--job", f"{name}:0", "--keys"]) == 1
+        assert capsys.readouterr().out.split() == keys("s")[:4]
+    assert cli.run([*command, "--job", "0", "--job", "b.db:0", "--keys"]) == 1
+    assert capsys.readouterr().out.split() == [*keys("r")[:4], *keys("s")[:4]]
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ("0", "several files have a store job 0 ({a}, {b}), and in none of them is it poisoned. Say which is meant: "),
+        ("7", "none of the files has a store job 7"),
+        ("b.db:7", "{b} has no store job 7"),
+        ("c.db:0", "'--job': none of the files is called c.db"),
+        ("b.db:-1", "'b.db:-1' is no store job: write its number, or with its file as FILE:NUMBER"),
+        ("b.db:", "'b.db:' is no store job"),
+        ("b.db", "'b.db' is no store job"),
+        ("9" * 5000, "is no store job"),
+    ],
+)
+def test_blast_radius_refuses_a_job_that_is_none_or_may_be_one_of_several(
+    job: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    logs = {}
+    for engine in ("a", "b"):
+        log = Script(engine)
+        log.runs("R")
+        log.stores(0, "R", blocks=(5, 8), keys=keys(engine, 4))
+        logs[engine] = log.save(tmp_path / f"{engine}.db")
+    assert cli.run(["blast-radius", str(logs["a"]), str(logs["b"]), "--job", job]) == 2
+    assert told.format(**logs) in capsys.readouterr().err
+    assert cli.run(["blast-radius", str(logs["a"]), str(logs["b"]), "--job", "b.db:0", "--keys"]) == 0
+    assert capsys.readouterr().out.split() == keys("b", 4)
 
 
 def test_minimize_writes_a_log_that_can_be_replayed(
