@@ -16,7 +16,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blast import BlastRadius, blast_radius
-from ledger.blocks import Blocks
+from ledger.blocks import names
 from ledger.errors import LedgerFileError, NotInLog
 from ledger.files import refuse_existing, write_log
 from ledger.incidents import Incident, grouped
@@ -123,6 +123,7 @@ class Watch:
         self._interest = interest
         self._jobs: set[int] = set() if interest.job is None else {interest.job}
         self._loads: set[int] = set()
+        self._transfers: set[str] = set()
         self._of_job = ""
 
     def look(self, chunk: Sequence[ev.AnyEvent]) -> None:
@@ -177,13 +178,19 @@ class Watch:
         )
 
     def _of_block(self, event: ev.AnyEvent, block: tuple[int, int]) -> bool:
+        # What ends the use of a block does not name it again, only the job, load or transfer.
         blocks = getattr(event, "blocks", None)
+        job, load, transfer = getattr(event, "job", -1), getattr(event, "load", -1), getattr(event, "transfer", "")
         if blocks and names(blocks, block):
-            self._jobs.add(getattr(event, "job", -1))
-            self._loads.add(getattr(event, "load", -1))
+            self._jobs.add(job)
+            self._loads.add(load)
+            self._transfers.add(transfer)
             return True
-        job, load = getattr(event, "job", -1), getattr(event, "load", -1)
-        return (job >= 0 and job in self._jobs) or (load >= 0 and load in self._loads)
+        return (
+            (job >= 0 and job in self._jobs)
+            or (load >= 0 and load in self._loads)
+            or (transfer != "" and transfer in self._transfers)
+        )
 
 
 def _widened(span: tuple[int, int] | None, number: int) -> tuple[int, int]:
@@ -217,14 +224,6 @@ def _check_known(interest: Interest, watches: Sequence[Watch], paths: Sequence[P
 
 
 _REQUEST_KINDS = (ev.RequestPreempted, ev.RequestResumed, ev.RequestFinished, ev.RequestAborted)
-
-
-def names(blocks: Blocks, block: tuple[int, int]) -> bool:
-    """Return whether `blocks` names that `(group, block)`."""
-    group, number = block
-    return any(
-        min(first, last) <= number <= max(first, last) for each, runs in blocks if each == group for first, last in runs
-    )
 
 
 class LogResult(msgspec.Struct):
@@ -458,7 +457,7 @@ def ask_blame(path: Path, block: tuple[int, int], progress: Progress | None = No
         NotInLog: the log does not name the block.
     """
     log = replay_files([path], interest=Interest(block=block), progress=progress).logs[0]
-    return blame(log.events_of_interest)
+    return blame(log.events_of_interest, block)
 
 
 def ask_diff(path: Path, earlier: Moment, later: Moment) -> tuple[Diff, int, int]:

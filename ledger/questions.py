@@ -12,6 +12,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
+from ledger.blocks import names
 from ledger.replay import Result
 from ledger.state import State
 from ledger.verdicts import Finding
@@ -145,18 +146,19 @@ class Use(msgspec.Struct, frozen=True):
     last: ev.AnyEvent | None = None
 
 
-def blame(events: Iterable[ev.AnyEvent]) -> list[Use]:
+def blame(events: Iterable[ev.AnyEvent], block: tuple[int, int]) -> list[Use]:
     """Return who owned, pinned, read and wrote a block, by the beginning of each use.
 
     The log names owners only while open work names the block: what a request did with it otherwise is not recorded.
 
     Args:
         events: the events that concern the block, as `ledger.case.Watch` collects them.
+        block: its group and number.
     """
     uses: list[Use] = []
     opened: dict[Hashable, int] = {}
     for event in events:
-        begun = _begun(event)
+        begun = _begun(event) if _may_use(event, block) else None
         if begun is not None and not (isinstance(event, ev.BlocksReleased) and begun[0] in opened):
             opened[begun[0]] = len(uses)
             uses.append(Use(begun[1], begun[2], event))
@@ -164,6 +166,12 @@ def blame(events: Iterable[ev.AnyEvent]) -> list[Use]:
         if place is not None:
             uses[place] = msgspec.structs.replace(uses[place], last=event)
     return sorted(uses, key=lambda use: use.first.seq)
+
+
+def _may_use(event: ev.AnyEvent, block: tuple[int, int]) -> bool:
+    """Return whether an event names the block, or none: the calls of one job may each be for blocks of their own."""
+    blocks = getattr(event, "blocks", ())
+    return not blocks or names(blocks, block)
 
 
 def _begun(event: ev.AnyEvent) -> tuple[Hashable, str, str] | None:

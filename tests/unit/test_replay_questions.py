@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from ledger import cli
+from ledger import events as ev
 from ledger.blast import BlastRadius, blast_radius
 from ledger.case import Interest, Watch, replay_files
 from ledger.minimize import minimize
@@ -101,7 +102,7 @@ def test_blame_tells_who_owned_pinned_read_and_wrote_a_block():
     log.puts(0, keys=keys("r"))
     log.recalls(0, "R3", blocks=(7, 14), keys=keys("r"))
     log.saves(1, "R3", blocks=(7, 14))
-    uses = blame(about(log, Interest(block=(0, 7))))
+    uses = blame(about(log, Interest(block=(0, 7))), (0, 7))
     assert [(use.what, use.by, use.last is not None) for use in uses] == [
         ("owned", "request R", True),
         ("owned", "request R2", False),
@@ -110,6 +111,37 @@ def test_blame_tells_who_owned_pinned_read_and_wrote_a_block():
         ("written", "get 0-2 of load 0 on rank 0", True),
         ("pinned", "store job 1", False),
     ]
+
+
+def test_blame_tells_when_each_use_by_a_transfer_between_engines_ended():
+    prefill = Script("prefill", role="kv_producer")
+    prefill.runs("R")
+    prefill.sends("x1", "R")
+    prefill.holds("x1", "R", blocks=(1, 8))
+    prefill.pushes("x1", "R")
+    prefill.send_settled(transfer="x1", request="R")
+    decode = Script("decode", role="kv_consumer")
+    decode.arrives("R")
+    decode.receives("x1", "R", blocks=(11, 18))
+    decode.pull_ends("x1", "R")
+    decode.peer_answers("x1", "R")
+    decode.received("x1", "R")
+    for log, block, ends in (
+        (prefill, (0, 1), {"send x1 of request R": "send_settled", "push x1 on rank 0": "transfer_finished"}),
+        (decode, (0, 11), {"recv x1 of request R": "recv_settled", "pull x1 on rank 0": "transfer_finished"}),
+    ):
+        uses = blame(about(log, Interest(block=block)), block)
+        assert {use.by: use.last is not None and ev.kind_of(use.last) for use in uses} == ends
+
+
+def test_blame_does_not_name_a_call_for_other_blocks_of_the_same_job():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    for blocks in ((5, 8), (9, 12)):
+        log.ends(log.put_begins(0, keys=keys("r", 4), blocks=blocks))
+    uses = blame(about(log, Interest(block=(0, 5))), (0, 5))
+    assert [use.by for use in uses] == ["store job 0", "put 0-1 of job 0 on rank 0"]
 
 
 # --- diff -------------------------------------------------------------------------------------------------------------
