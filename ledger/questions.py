@@ -71,12 +71,12 @@ def why(request: str, events: Sequence[ev.AnyEvent], result: Result) -> Why | No
     turns = tuple(event for event in events if isinstance(event, FAILURES) or _is_failure(event))
     record = result.state.book.requests.get(request)
     if ended is not None and record is None:
-        after = words.span(ended.ts_ns - events[0].ts_ns)
-        answer = f"{words.describe(ended)} at event {ended.seq}, {after} after it was first seen"
+        after = words.between(events[0], ended)
+        answer = f"{words.describe(ended)} at event {ended.seq}{f', {after} after it was first seen' if after else ''}"
     elif record is not None:
-        end = result.end
-        waited = words.span(end.last.ts_ns - events[-1].ts_ns) if end is not None else ""
-        answer = f"request {request} is {record.state} at the end of the log; its last event is {waited} before that"
+        before = words.between(events[-1], result.end.last) if result.end is not None else ""
+        last = f"; its last event is {before} before that" if before else ""
+        answer = f"request {request} is {record.state} at the end of the log{last}"
     else:
         answer = f"request {request} is named, and the log does not have its end"
     return Why(request, answer, tuple(_because(events, turns, result, request, findings)), turns, findings)

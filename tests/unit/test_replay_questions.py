@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ledger import cli
+from ledger import cli, words
 from ledger import events as ev
 from ledger.blast import BlastRadius, blast_radius
 from ledger.case import Interest, Watch, replay_files
@@ -18,7 +18,7 @@ from ledger.seal import seal
 from ledger.state import State
 from ledger.writer import Database
 from tests.incidents.corpus import INCIDENTS, keys
-from tests.incidents.script import Script
+from tests.incidents.script import Script, save
 from tests.unit.log_files import changed
 
 BY_ID = {incident.id: incident for incident in INCIDENTS}
@@ -142,6 +142,59 @@ def test_blame_does_not_name_a_call_for_other_blocks_of_the_same_job():
         log.ends(log.put_begins(0, keys=keys("r", 4), blocks=blocks))
     uses = blame(about(log, Interest(block=(0, 5))), (0, 5))
     assert [use.by for use in uses] == ["store job 0", "put 0-1 of job 0 on rank 0"]
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def with_clocks_set(log: Script, after_seq: int, seconds: int) -> list[ev.AnyEvent]:
+    return [
+        msgspec.structs.replace(event, ts_ns=event.ts_ns + seconds * 10**9) if event.seq > after_seq else event
+        for event in log.events
+    ]
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_why_and_blame_tell_durations_that_a_wall_clock_that_was_set_does_not_change(
+    seconds: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.puts(0, keys=keys("r"))
+    set_after_seq = len(log.events)
+    log.passes(2)
+    log.reports(0)
+    log.finishes("R")
+    log.runs("Q")
+    log.passes(5)
+    events = with_clocks_set(log.closes(), set_after_seq, seconds)
+    path = save(events, tmp_path / "a.db")
+    cli.run(["why", str(path), "R"])
+    assert "request R finished: stopped at event 11, 2.02 s after it was first seen." in capsys.readouterr().out
+    cli.run(["why", str(path), "Q"])
+    assert "its last event is 5.00 s before that." in one_line(capsys.readouterr().out)
+    cli.run(["blame", str(path), "0:5"])
+    assert "by store job 0, from event 5 to 10 (20:26:40.005, 2.02 s)" in one_line(capsys.readouterr().out)
+
+
+def test_a_duration_that_only_wall_clocks_tell_is_left_out_where_they_tell_it_backwards():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.put_begins(0, keys=keys("r"))
+    log.closes()
+    for seconds, told in ((0, "; its last event is 2.0 ms before that"), (-3600, "")):
+        events = with_clocks_set(log, len(log.events) - 2, seconds)
+        watch = Watch(Interest(request="R"))
+        watch.look(events)
+        answer = why("R", watch.events, replay(events))
+        assert answer is not None
+        assert answer.answer == f"request R is running at the end of the log{told}"
+
+
+def test_a_span_below_zero_is_not_told_as_one_above():
+    assert [words.span(sign * 3_000_000_000) for sign in (1, 0, -1)] == ["3.00 s", "0 us", "-3.00 s"]
 
 
 # --- diff -------------------------------------------------------------------------------------------------------------
