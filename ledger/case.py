@@ -76,13 +76,15 @@ class Moment(msgspec.Struct, frozen=True):
             if _TIME_OF_DAY.fullmatch(text):
                 return datetime.fromisoformat(f"{day.date().isoformat()}T{text.rstrip('Z')}").replace(tzinfo=UTC)
             time = datetime.fromisoformat(text)
-        except ValueError:
+            return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+        except (ValueError, OverflowError):  # the second of a time that is in another year than 1 to 9999 in UTC
             return None
-        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 
-_SEQ = re.compile(r"\d+")
-_OFFSET = re.compile(r"\+(\d+(?:\.\d+)?)([smh]?)")
+_SEQ = re.compile(r"\d{1,18}")
+"""A place in a log; SQLite counts to 19 digits."""
+
+_OFFSET = re.compile(r"\+(\d{1,18}(?:\.\d{1,18})?)([smh]?)")
 _TIME_OF_DAY = re.compile(r"\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
 
 
