@@ -320,7 +320,7 @@ def distinct(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     if len(paths) < 2:
         return list(paths), []
     used: dict[tuple[str, ...], tuple[Path, int]] = {}
-    notes: list[str] = []
+    notes: dict[str, None] = {}
     for path in paths:
         with open_log(path) as log:
             engine, boot, last_seq = log.meta.get("engine", ""), log.meta.get("boot", ""), log.last_seq
@@ -331,8 +331,16 @@ def distinct(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
             continue
         left, kept = (path, other[0]) if last_seq <= other[1] else (other[0], path)
         used[key] = kept, max(last_seq, other[1])
-        notes.append(f"{left} is left out: it is the log that {kept} is, of the same engine and boot")
-    return [path for path, _ in used.values()], notes
+        notes[_left_out(left, kept)] = None
+    return [path for path, _ in used.values()], list(notes)
+
+
+def _left_out(left: Path, kept: Path) -> str:
+    if left == kept:
+        return f"{left} is named more than once, and used once"
+    if left.samefile(kept):
+        return f"{left} is left out: it is the same file as {kept}"
+    return f"{left} is left out: it is the same log as {kept}, of the same engine and boot"
 
 
 def in_time(logs: Sequence[LogResult], findings: list[tuple[int, Finding]]) -> list[tuple[int, Finding]]:

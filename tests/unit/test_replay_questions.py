@@ -591,13 +591,17 @@ def test_a_sealed_file_that_was_changed_is_not_called_sealed(
 def test_a_log_that_is_given_twice_is_used_once(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    copy = seal(files["twin"], tmp_path / "sealed.db").target
-    for again in (files["twin"], copy):
-        cli.run(["replay", str(files["twin"]), str(again)])
+    twin, link = files["twin"], tmp_path / "link.db"
+    link.symlink_to(twin)
+    copy = seal(twin, tmp_path / "sealed.db").target
+    for again, told in (
+        (twin, f"{twin} is named more than once, and used once"),
+        (link, f"{link} is left out: it is the same file as {twin}"),
+        (copy, f"{copy} is left out: it is the same log as {twin}, of the same engine and boot"),
+    ):
+        cli.run(["replay", str(twin), str(again), str(again)])
         captured = capsys.readouterr()
-        assert captured.err == (
-            f"kvledger: {again} is left out: it is the log that {files['twin']} is, of the same engine and boot\n"
-        )
+        assert captured.err == f"kvledger: {told}\n"
         assert "Log 2" not in captured.out
 
 
