@@ -57,8 +57,8 @@ def _when(use: Use) -> str:
         return f"from event {use.first.seq} on ({words.clock(use.first.ts_ns)})"
     if use.last is use.first:
         return f"until event {use.last.seq} ({words.clock(use.last.ts_ns)})"
-    took = words.span(use.last.ts_ns - use.first.ts_ns)
-    return f"from event {use.first.seq} to {use.last.seq} ({words.clock(use.first.ts_ns)}, {took})"
+    took = words.between(use.first, use.last)
+    return f"from event {use.first.seq} to {use.last.seq} ({words.clock(use.first.ts_ns)}{f', {took}' if took else ''})"
 
 
 def diff_lines(changes: Diff, first_seq: int, last_seq: int, width: int = WIDTH) -> Iterator[str]:

@@ -6,7 +6,9 @@ engine that shares a store, so the logs of several engines are followed together
 
 What is certain and what is not: a request that loaded a tainted key read it. What it saved afterwards is *derived*:
 computed from wrong KV, unless it was a block in front of the tainted one. A request that pinned a block of such a
-request while that one lived has *shared* it.
+request while that one lived has *shared* it. A call that had returned before the job that stored wrong KV was
+registered has not read it: the key held something else then. Only within one log is that order known; in the others
+every load of the key counts.
 
 This file knows events and how to read them again; it prints nothing.
 """
@@ -24,6 +26,9 @@ Events = Callable[[], Iterable[ev.AnyEvent]]
 
 ROUNDS_LIMIT = 64
 """Rounds through the logs. Each follows wrong KV by one load; a chain that is longer is told as far as that."""
+
+NO_RETURN_SEQ = 2**63 - 1
+"""The place at which a call returned of which the log has no return: behind all that it has."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -70,43 +75,76 @@ class BlastRadius(msgspec.Struct):
     complete: bool = True
 
 
-def blast_radius(readers: Sequence[Events], job: int, log: int | None = None) -> BlastRadius | None:
-    """Return how far the wrong KV of a job has come through the logs; None if no log has that job.
+def blast_radius(readers: Sequence[Events], job: int, log: int | None = None) -> list[BlastRadius]:
+    """Return how far the wrong KV of a job has come through the logs.
+
+    Every engine numbers its jobs from 0, so that several logs may have a poisoned job of that number: each is followed.
 
     Args:
         readers: read each log; called several times.
         job: the store job.
-        log: the index of the log that has the job; the first in which it is poisoned, else the first that has it.
+        log: the index of the log that has the job; if not given, each log in which it is poisoned, and if it is
+            poisoned in none, each that has it.
+
+    Returns:
+        One for each log; none if no log has that job.
     """
-    seeds = [_seed(read(), job) for read in readers]
-    candidates = range(len(readers)) if log is None else [log]
-    chosen = next((index for index in candidates if seeds[index].judged), None)
-    if chosen is None:
-        chosen = next((index for index in candidates if seeds[index].keys or seeds[index].seen), None)
-    if chosen is None:
-        return None
-    seed = seeds[chosen]
-    radius = BlastRadius(job, chosen, seed.judged, list(seed.keys))
-    tainted = dict.fromkeys(seed.keys, 0)
+    seeds = {index: _seed(readers[index](), job) for index in (range(len(readers)) if log is None else [log])}
+    chosen = [index for index, seed in seeds.items() if seed.judged]
+    chosen = chosen or [index for index, seed in seeds.items() if seed.seen]
+    return [_spread(readers, job, index, seeds[index]) for index in chosen]
+
+
+def _spread(readers: Sequence[Events], job: int, log: int, seed: "_Seed") -> BlastRadius:
+    radius = BlastRadius(job, log, seed.judged, list(seed.keys))
+    tainted = {key: _Taint(0, {log: seed.registered_seq}) for key in seed.keys}
     marked: dict[tuple[int, str], Spread] = {}
-    for number in range(1, ROUNDS_LIMIT + 1):
-        before = (len(tainted), len(marked))
+    for _ in range(ROUNDS_LIMIT):
+        before = _known(tainted, marked)
         for index, read in enumerate(readers):
-            _Round(index, number, tainted, marked, radius, job if index == chosen else -1).follow(read())
-        if (len(tainted), len(marked)) == before:
+            source = (job, seed.registered_seq) if index == log else (-1, 0)
+            _Round(index, tainted, marked, radius, *source).follow(read())
+        if _known(tainted, marked) == before:
             return radius
     radius.followed = radius.complete = False
     return radius
+
+
+class _Taint(msgspec.Struct):
+    """A key that holds wrong KV.
+
+    Attributes:
+        round: how many loads lie between it and the poisoned job.
+        since: by log, the place at which the first job that stored wrong KV under it was registered; 0 if not known.
+    """
+
+    round: int
+    since: dict[int, int]
+
+    def may_be_read(self, log: int, until_seq: int) -> bool:
+        """Return whether a call that lasted to that place of a log may have read wrong KV."""
+        return any(other != log or until_seq > first for other, first in self.since.items())
+
+    def store(self, log: int, seq: int) -> None:
+        """Note that a job that was registered at that place of a log stored wrong KV under the key, too."""
+        self.since[log] = min(self.since.get(log, seq), seq)
+
+
+def _known(tainted: dict[str, _Taint], marked: dict[tuple[int, str], Spread]) -> tuple[int, ...]:
+    """Return what changes with everything that is found: it grows, but for the places, which become earlier."""
+    places = [first for taint in tainted.values() for first in taint.since.values()]
+    return len(tainted), len(marked), len(places), sum(places)
 
 
 class _Seed(msgspec.Struct):
     keys: list[str] = []
     judged: bool = False
     seen: bool = False
+    registered_seq: int = 0
 
 
 def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
-    """Return the keys that a job tainted: those that the verdict names, or all that it stored."""
+    """Return the keys that a job tainted: those that the verdicts on it name together, or all that it stored."""
     seed = _Seed()
     stored: dict[str, None] = {}
     open_calls: dict[tuple[str, int], ev.TransferStarted] = {}
@@ -116,6 +154,8 @@ def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
             if getattr(event, "job", -1) != job:
                 continue
             seed.seen = True
+            if isinstance(event, ev.JobRegistered):
+                seed.registered_seq = seed.registered_seq or event.seq
             if isinstance(event, ev.TransferStarted) and event.op == "put":
                 open_calls[event.transfer, event.rank] = event
                 stored.update(dict.fromkeys(event.keys))
@@ -128,12 +168,10 @@ def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
                     stored.pop(key, None)
 
     replay = Replay([Poison], watch=look).feed(events)
-    for finding in replay.result("live").findings:
-        if job in finding.jobs:
-            seed.judged = True
-            seed.keys = list(dict.fromkeys(entry["key"] for entry in finding.facts["tainted"]))
-    if not seed.judged:
-        seed.keys = list(stored)
+    findings = [finding for finding in replay.result("live").findings if job in finding.jobs]
+    named = dict.fromkeys(entry["key"] for finding in findings for entry in finding.facts["tainted"])
+    seed.judged = bool(findings)
+    seed.keys = list(named if findings else stored)
     return seed
 
 
@@ -143,29 +181,33 @@ class _Round:
     def __init__(
         self,
         log: int,
-        number: int,
-        tainted: dict[str, int],
+        tainted: dict[str, _Taint],
         marked: dict[tuple[int, str], Spread],
         radius: BlastRadius,
         source: int,
+        source_seq: int,
     ) -> None:
         self._log = log
-        self._number = number
         self._tainted = tainted
         self._marked = marked
         self._radius = radius
         self._source = source
+        self._source_seq = source_seq
         self._generations: dict[str, int] = {}
         self._loads: dict[int, ev.LoadPlanned] = {}
         self._jobs: dict[int, ev.JobRegistered] = {}
         self._holders: dict[tuple[int, int], str] = {}
         """The reached request that holds a block now."""
+        self._early: dict[tuple[str, int], ev.TransferStarted] = {}
+        """Gets that are open and began before wrong KV was stored under any of their keys."""
 
     def follow(self, events: Iterable[ev.AnyEvent]) -> None:
         """Mark what can be marked from what is known."""
         for event in events:
             if isinstance(event, ev.TransferStarted):
                 self._call(event)
+            elif isinstance(event, ev.TransferFinished):
+                self._return(event)
             elif isinstance(event, ev.LoadPlanned):
                 self._loads[event.load] = event
                 self._generations[event.request] = event.generation
@@ -181,26 +223,47 @@ class _Round:
             elif isinstance(event, ev.RequestPreempted | ev.RequestFinished | ev.RequestAborted):
                 for block in [block for block, request in self._holders.items() if request == event.request]:
                     del self._holders[block]
+        for started in self._early.values():
+            self._load(started, NO_RETURN_SEQ)
 
     def _call(self, event: ev.TransferStarted) -> None:
         if event.op == "get":
-            hit = next((key for key in event.keys if key in self._tainted), None)
-            planned = self._loads.get(event.load)
-            request = planned.request if planned is not None else event.request
-            if hit is not None and request:
-                self._reach(request, event.seq, "loaded", hit, self._tainted[hit] + 1)
-                for block in expand(planned.blocks if planned is not None else event.blocks):
-                    self._holders[block] = request
+            if not self._load(event, event.seq) and not self._tainted.keys().isdisjoint(event.keys):
+                self._early[event.transfer, event.rank] = event
         elif event.op == "put" and event.job != self._source:
             registered = self._jobs.get(event.job)
             request = registered.request if registered is not None else event.request
             spread = self._marked.get((self._log, request))
             if spread is None or (registered is not None and registered.seq < spread.seq):
                 return
+            since = registered.seq if registered is not None else 0
             for key in event.keys:
                 if key not in self._tainted:
-                    self._tainted[key] = spread.round
+                    self._tainted[key] = _Taint(spread.round, {})
                     self._radius.derived[key] = (self._log, request)
+                self._tainted[key].store(self._log, since)
+
+    def _return(self, event: ev.TransferFinished) -> None:
+        started = self._early.pop((event.transfer, event.rank), None)
+        if started is not None:
+            self._load(started, event.seq)
+
+    def _load(self, event: ev.TransferStarted, until_seq: int) -> bool:
+        """Mark who got a tainted key by a call that lasted to that place at least; return whether the call got one."""
+        hit = next((key for key in event.keys if self._may_be_read(key, until_seq)), None)
+        planned = self._loads.get(event.load)
+        request = planned.request if planned is not None else event.request
+        if hit is None or not request:
+            return hit is not None
+        self._reach(request, event.seq, "loaded", hit, self._tainted[hit].round + 1)
+        for block in expand(planned.blocks if planned is not None else event.blocks):
+            self._holders[block] = request
+        return True
+
+    def _may_be_read(self, key: str, until_seq: int) -> bool:
+        taint = self._tainted.get(key)
+        # All wrong KV comes from the poisoned job, so in its log there is none before it, whoever stored the key.
+        return taint is not None and until_seq > self._source_seq and taint.may_be_read(self._log, until_seq)
 
     def _pin(self, event: ev.PinTouched) -> None:
         registered = self._jobs.get(event.job)

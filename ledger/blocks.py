@@ -87,3 +87,11 @@ def numbers(blocks: Blocks) -> list[int]:
 def count(blocks: Blocks) -> int:
     """Return how many blocks `blocks` names."""
     return sum(abs(last - first) + 1 for _, ranges in blocks for first, last in ranges)
+
+
+def names(blocks: Blocks, block: tuple[int, int]) -> bool:
+    """Return whether `blocks` names that `(group, block)`."""
+    group, number = block
+    return any(
+        min(first, last) <= number <= max(first, last) for each, runs in blocks if each == group for first, last in runs
+    )

@@ -16,7 +16,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blast import BlastRadius, blast_radius
-from ledger.blocks import Blocks
+from ledger.blocks import names
 from ledger.errors import LedgerFileError, NotInLog
 from ledger.files import refuse_existing, write_log
 from ledger.incidents import Incident, grouped
@@ -76,13 +76,15 @@ class Moment(msgspec.Struct, frozen=True):
             if _TIME_OF_DAY.fullmatch(text):
                 return datetime.fromisoformat(f"{day.date().isoformat()}T{text.rstrip('Z')}").replace(tzinfo=UTC)
             time = datetime.fromisoformat(text)
-        except ValueError:
+            return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+        except (ValueError, OverflowError):  # the second of a time that is in another year than 1 to 9999 in UTC
             return None
-        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 
-_SEQ = re.compile(r"\d+")
-_OFFSET = re.compile(r"\+(\d+(?:\.\d+)?)([smh]?)")
+_SEQ = re.compile(r"\d{1,18}")
+"""A place in a log; SQLite counts to 19 digits."""
+
+_OFFSET = re.compile(r"\+(\d{1,18}(?:\.\d{1,18})?)([smh]?)")
 _TIME_OF_DAY = re.compile(r"\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
 
 
@@ -123,6 +125,7 @@ class Watch:
         self._interest = interest
         self._jobs: set[int] = set() if interest.job is None else {interest.job}
         self._loads: set[int] = set()
+        self._transfers: set[str] = set()
         self._of_job = ""
 
     def look(self, chunk: Sequence[ev.AnyEvent]) -> None:
@@ -177,13 +180,19 @@ class Watch:
         )
 
     def _of_block(self, event: ev.AnyEvent, block: tuple[int, int]) -> bool:
+        # What ends the use of a block does not name it again, only the job, load or transfer.
         blocks = getattr(event, "blocks", None)
+        job, load, transfer = getattr(event, "job", -1), getattr(event, "load", -1), getattr(event, "transfer", "")
         if blocks and names(blocks, block):
-            self._jobs.add(getattr(event, "job", -1))
-            self._loads.add(getattr(event, "load", -1))
+            self._jobs.add(job)
+            self._loads.add(load)
+            self._transfers.add(transfer)
             return True
-        job, load = getattr(event, "job", -1), getattr(event, "load", -1)
-        return (job >= 0 and job in self._jobs) or (load >= 0 and load in self._loads)
+        return (
+            (job >= 0 and job in self._jobs)
+            or (load >= 0 and load in self._loads)
+            or (transfer != "" and transfer in self._transfers)
+        )
 
 
 def _widened(span: tuple[int, int] | None, number: int) -> tuple[int, int]:
@@ -217,14 +226,6 @@ def _check_known(interest: Interest, watches: Sequence[Watch], paths: Sequence[P
 
 
 _REQUEST_KINDS = (ev.RequestPreempted, ev.RequestResumed, ev.RequestFinished, ev.RequestAborted)
-
-
-def names(blocks: Blocks, block: tuple[int, int]) -> bool:
-    """Return whether `blocks` names that `(group, block)`."""
-    group, number = block
-    return any(
-        min(first, last) <= number <= max(first, last) for each, runs in blocks if each == group for first, last in runs
-    )
 
 
 class LogResult(msgspec.Struct):
@@ -319,7 +320,7 @@ def distinct(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     if len(paths) < 2:
         return list(paths), []
     used: dict[tuple[str, ...], tuple[Path, int]] = {}
-    notes: list[str] = []
+    notes: dict[str, None] = {}
     for path in paths:
         with open_log(path) as log:
             engine, boot, last_seq = log.meta.get("engine", ""), log.meta.get("boot", ""), log.last_seq
@@ -330,8 +331,16 @@ def distinct(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
             continue
         left, kept = (path, other[0]) if last_seq <= other[1] else (other[0], path)
         used[key] = kept, max(last_seq, other[1])
-        notes.append(f"{left} is left out: it is the log that {kept} is, of the same engine and boot")
-    return [path for path, _ in used.values()], notes
+        notes[_left_out(left, kept)] = None
+    return [path for path, _ in used.values()], list(notes)
+
+
+def _left_out(left: Path, kept: Path) -> str:
+    if left == kept:
+        return f"{left} is named more than once, and used once"
+    if left.samefile(kept):
+        return f"{left} is left out: it is the same file as {kept}"
+    return f"{left} is left out: it is the same log as {kept}, of the same engine and boot"
 
 
 def in_time(logs: Sequence[LogResult], findings: list[tuple[int, Finding]]) -> list[tuple[int, Finding]]:
@@ -458,7 +467,7 @@ def ask_blame(path: Path, block: tuple[int, int], progress: Progress | None = No
         NotInLog: the log does not name the block.
     """
     log = replay_files([path], interest=Interest(block=block), progress=progress).logs[0]
-    return blame(log.events_of_interest)
+    return blame(log.events_of_interest, block)
 
 
 def ask_diff(path: Path, earlier: Moment, later: Moment) -> tuple[Diff, int, int]:
@@ -476,16 +485,33 @@ def ask_diff(path: Path, earlier: Moment, later: Moment) -> tuple[Diff, int, int
         return diff(before, after, log.events(after_seq=places[0], until_seq=places[1])), *places
 
 
-def ask_blast_radius(paths: Sequence[Path], job: int, progress: Progress | None = None) -> BlastRadius | None:
-    """Return how far the wrong KV of a job has come through the logs; None if none has that job.
+def ask_blast_radius(
+    paths: Sequence[Path], job: int, log: int | None = None, progress: Progress | None = None
+) -> list[BlastRadius]:
+    """Return how far the wrong KV of a job has come through the logs, one for each log whose job is meant.
+
+    Args:
+        job: the store job.
+        log: the index of the log whose job is meant; if not given, that of each log in which it is poisoned.
+        progress: told now and then how far it is.
 
     Raises:
         LedgerFileError: a file cannot be read.
+        NotInLog: no log has that job, or several have one and none of them is poisoned.
     """
-    radius = blast_radius([partial(_again, path, None, progress) for path in paths], job)
-    if radius is not None and any(gaps_of(path) for path in paths):
-        radius.complete = False
-    return radius
+    radii = blast_radius([partial(_again, path, None, progress) for path in paths], job, log)
+    if not radii:
+        raise NotInLog(f"{'none of the files has a' if log is None else f'{paths[log]} has no'} store job {job}")
+    if len(radii) > 1 and not radii[0].judged:
+        has = words.listed([paths[radius.log] for radius in radii], 3)
+        raise NotInLog(
+            f"several files have a store job {job} ({has}), and in none of them is it poisoned. Say which is meant: "
+            f"--job {paths[radii[0].log]}:{job}"
+        )
+    if any(gaps_of(path) for path in paths):
+        for radius in radii:
+            radius.complete = False
+    return radii
 
 
 def gaps_of(path: Path) -> list[ev.Gap]:

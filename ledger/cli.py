@@ -74,6 +74,19 @@ class BlockType(click.ParamType[tuple[int, int]]):
             self.fail(f"'{value}' is no block: write its group and number, e.g. 0:17", param, ctx)
 
 
+class JobType(click.ParamType[tuple[str, int]]):
+    """A store job, with its file where several have a job of that number."""
+
+    name = "[FILE:]JOB"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        """Return the file and the job that `value` names; the file is empty if it names a job alone."""
+        file, _, job = str(value).rpartition(":")
+        if not job.isdecimal() or len(job) > 18:
+            self.fail(f"'{value}' is no store job: write its number, or with its file as FILE:NUMBER", param, ctx)
+        return file, int(job)
+
+
 _DATE = "a date alone is the start of that day"
 
 FILE = click.Path(path_type=Path, readable=False)
@@ -198,18 +211,19 @@ def diff(file: Path, earlier: Moment, later: Moment) -> int:
 @click.option(
     "--job",
     "jobs",
-    type=click.IntRange(0),
+    type=JobType(),
     required=True,
     multiple=True,
     help="A store job whose KV is wrong; again for more.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print it as data: a list, if more than one job is named.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as data: a list, if it is of more than one job.")
 @click.option("--keys", "only_keys", is_flag=True, help="Print the hashes of the keys alone, one a line, for grep -Ff.")
-def blast_radius(files: tuple[Path, ...], jobs: tuple[int, ...], as_json: bool, only_keys: bool) -> int:
+def blast_radius(files: tuple[Path, ...], jobs: tuple[tuple[str, int], ...], as_json: bool, only_keys: bool) -> int:
     """Say how far wrong KV has come: keys, requests that loaded them, and what those stored.
 
-    Several FILES are the logs of engines that share a store. A key of the store ends in its hash, so that with the
-    store's list of keys `--keys` finds those to remove.
+    Several FILES are the logs of engines that share a store. Each engine numbers its jobs from 0: a JOB is that of each
+    log in which it is poisoned, FILE:JOB that of one log. A key of the store ends in its hash, so that with the store's
+    list of keys `--keys` finds those to remove.
     """
     from ledger import answers, report_data, words
     from ledger.case import ask_blast_radius
@@ -217,13 +231,13 @@ def blast_radius(files: tuple[Path, ...], jobs: tuple[int, ...], as_json: bool, 
     if as_json and only_keys:
         raise click.UsageError("--json and --keys are two forms of the same answer; give one")
     logs = _distinct(files)
-    radii: list[BlastRadius] = []
-    for job in dict.fromkeys(jobs):
+    found: dict[tuple[int, int], BlastRadius] = {}
+    for file, job in jobs:
+        log = _index_of(file, logs) if file else None
         with progress_bar() as progress:
-            radius = ask_blast_radius(logs, job, progress)
-        if radius is None:
-            raise click.UsageError(f"none of the files has a store job {job}")
-        radii.append(radius)
+            for radius in ask_blast_radius(logs, job, log, progress):
+                found[radius.log, job] = radius
+    radii = list(found.values())
     names = [words.file(file) for file in logs]
     if only_keys:
         print_lines(list(dict.fromkeys(key for radius in radii for key in (*radius.keys, *radius.derived))))
@@ -475,6 +489,16 @@ def _distinct(files: tuple[Path, ...]) -> list[Path]:
     for note in notes:
         complain(note, OK)
     return logs
+
+
+def _index_of(name: str, logs: list[Path]) -> int:
+    """Return the place of the log that `name` names: as it was given, or by the name of its file alone."""
+    named = [place for place, log in enumerate(logs) if log == Path(name)]
+    named = named or [place for place, log in enumerate(logs) if log.name == name]
+    if len(named) != 1:
+        which = "several of the files are" if named else "none of the files is"
+        raise click.UsageError(f"'--job': {which} called {name}")
+    return named[0]
 
 
 def _tell_trials(progress: Progress, path: Path, trials: int, left: int) -> None:

@@ -62,9 +62,14 @@ def _together(clauses: list[str]) -> Iterator[str]:
 
 
 def engine(case: Case, index: int) -> str:
-    """Return the name of the engine that wrote a log, or of the file if the log does not say."""
-    log = case.logs[index]
-    return log.result.opened.engine if log.result.opened is not None else log.path.name
+    """Return the name of the engine that wrote a log, or of the file if the log does not say.
+
+    Where logs of several boots of one engine are told together, the boot is part of it.
+    """
+    names = [log.result.opened.engine if log.result.opened is not None else log.path.name for log in case.logs]
+    opened = case.logs[index].result.opened
+    boot = f", boot {opened.boot}" if opened is not None and names.count(names[index]) > 1 else ""
+    return f"{names[index]}{boot}"
 
 
 def _held(incident: Incident, case: Case) -> Iterator[str]:

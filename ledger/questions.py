@@ -12,6 +12,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
+from ledger.blocks import names
 from ledger.replay import Result
 from ledger.state import State
 from ledger.verdicts import Finding
@@ -70,12 +71,12 @@ def why(request: str, events: Sequence[ev.AnyEvent], result: Result) -> Why | No
     turns = tuple(event for event in events if isinstance(event, FAILURES) or _is_failure(event))
     record = result.state.book.requests.get(request)
     if ended is not None and record is None:
-        after = words.span(ended.ts_ns - events[0].ts_ns)
-        answer = f"{words.describe(ended)} at event {ended.seq}, {after} after it was first seen"
+        after = words.between(events[0], ended)
+        answer = f"{words.describe(ended)} at event {ended.seq}{f', {after} after it was first seen' if after else ''}"
     elif record is not None:
-        end = result.end
-        waited = words.span(end.last.ts_ns - events[-1].ts_ns) if end is not None else ""
-        answer = f"request {request} is {record.state} at the end of the log; its last event is {waited} before that"
+        before = words.between(events[-1], result.end.last) if result.end is not None else ""
+        last = f"; its last event is {before} before that" if before else ""
+        answer = f"request {request} is {record.state} at the end of the log{last}"
     else:
         answer = f"request {request} is named, and the log does not have its end"
     return Why(request, answer, tuple(_because(events, turns, result, request, findings)), turns, findings)
@@ -145,18 +146,19 @@ class Use(msgspec.Struct, frozen=True):
     last: ev.AnyEvent | None = None
 
 
-def blame(events: Iterable[ev.AnyEvent]) -> list[Use]:
+def blame(events: Iterable[ev.AnyEvent], block: tuple[int, int]) -> list[Use]:
     """Return who owned, pinned, read and wrote a block, by the beginning of each use.
 
     The log names owners only while open work names the block: what a request did with it otherwise is not recorded.
 
     Args:
         events: the events that concern the block, as `ledger.case.Watch` collects them.
+        block: its group and number.
     """
     uses: list[Use] = []
     opened: dict[Hashable, int] = {}
     for event in events:
-        begun = _begun(event)
+        begun = _begun(event) if _may_use(event, block) else None
         if begun is not None and not (isinstance(event, ev.BlocksReleased) and begun[0] in opened):
             opened[begun[0]] = len(uses)
             uses.append(Use(begun[1], begun[2], event))
@@ -164,6 +166,12 @@ def blame(events: Iterable[ev.AnyEvent]) -> list[Use]:
         if place is not None:
             uses[place] = msgspec.structs.replace(uses[place], last=event)
     return sorted(uses, key=lambda use: use.first.seq)
+
+
+def _may_use(event: ev.AnyEvent, block: tuple[int, int]) -> bool:
+    """Return whether an event names the block, or none: the calls of one job may each be for blocks of their own."""
+    blocks = getattr(event, "blocks", ())
+    return not blocks or names(blocks, block)
 
 
 def _begun(event: ev.AnyEvent) -> tuple[Hashable, str, str] | None:

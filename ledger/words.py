@@ -25,8 +25,13 @@ def timestamp(ts_ns: int) -> str:
 
 
 def span(duration_ns: int) -> str:
-    """Return a duration with the unit that fits it: `850 us`, `12.3 ms`, `4.56 s`, `3 min 05 s`, `2 h 03 min`."""
-    seconds = abs(duration_ns) / 1e9
+    """Return a duration with the unit that fits it: `850 us`, `12.3 ms`, `4.56 s`, `3 min 05 s`, `2 h 03 min`.
+
+    One below zero, as a wall clock that was set may give, keeps its sign.
+    """
+    if duration_ns < 0:
+        return f"-{span(-duration_ns)}"
+    seconds = duration_ns / 1e9
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -36,6 +41,17 @@ def span(duration_ns: int) -> str:
     if seconds < 3600:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def between(first: ev.Event, last: ev.Event) -> str:
+    """Return the time from an event to a later one of the same log; empty if no clock tells it.
+
+    It is by the monotonic clock where one process emitted both, as a wall clock may be set in between. Else the wall
+    clocks tell, unless by them the later one came first.
+    """
+    one_clock = first.source == last.source
+    duration_ns = last.mono_ns - first.mono_ns if one_clock else last.ts_ns - first.ts_ns
+    return span(duration_ns) if duration_ns >= 0 else ""
 
 
 def size(number_bytes: int) -> str:

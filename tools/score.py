@@ -220,8 +220,7 @@ def score(seed: int, steps: int, canary_name: str) -> Score:
     suspected = {entry["key"] for entry in named}
     derived: set[str] = set()
     for kind, job in {(finding.kind, job) for finding in findings for job in finding.jobs}:
-        radius = blast_radius([events.__iter__], job) if kind in ("poison", "early_free") else None
-        if radius is not None:
+        for radius in blast_radius([events.__iter__], job) if kind in ("poison", "early_free") else ():
             derived.update(radius.derived)
             suspected.update(radius.keys if kind == "early_free" else ())
     tainted = suspected | derived

@@ -35,8 +35,7 @@ def keys_named(log: Path) -> set[str]:
     for finding in findings:
         for job in finding.jobs:
             with open_log(log) as file:
-                radius = blast_radius([file.events], job)
-            assert radius is not None
+                (radius,) = blast_radius([file.events], job)
             keys.update(radius.keys)
     return keys
 
@@ -68,8 +67,7 @@ def test_replay_names_the_jobs_the_blocks_both_owners_and_the_requests_that_load
         assert finding.blocks
         assert pinned[job]
         assert len(finding.requests) >= 2  # the owner whose key it is, and the one who got the block
-        radius = blast_radius([lambda: iter(events)], job)
-        assert radius is not None
+        (radius,) = blast_radius([lambda: iter(events)], job)
         readers = {(reach.request, reach.key) for reach in radius.reached if reach.how == "loaded"}
         assert readers <= loaded
         assert {request for request, key in loaded if key in radius.keys} <= {request for request, _ in readers}

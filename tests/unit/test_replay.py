@@ -1,10 +1,12 @@
 """The fold: it uses the live rules, survives what they refuse, compares digests, and ends where it is told."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from ledger import events as ev
-from ledger.case import Interest, Moment, Watch
+from ledger.case import Interest, Moment, Watch, state_at
 from ledger.errors import Refused
 from ledger.replay import CHUNK_EVENTS, Replay, replay, until
 from ledger.state import State
@@ -223,7 +225,17 @@ def test_a_number_is_a_place():
     assert Moment("120").ts_ns(START_TS_NS) is None
 
 
-@pytest.mark.parametrize("text", ["", "yesterday", "12:61:00", "-5", "+", "1e3"])
+def test_a_place_behind_all_that_a_log_can_have_is_its_end(tmp_path: Path):
+    log = Script()
+    path = log.closes().save(tmp_path / "a.db")
+    assert state_at(path, Moment("9" * 18))[1] == log.events[-1]
+    assert state_at(path, Moment(f"+{'9' * 18}h"))[1] == log.events[-1]
+
+
+OUT_OF_REACH = ["9" * 25, "9" * 5000, f"+{'9' * 400}h", "0001-01-01T00:00:00+05:00", "9999-12-31T23:59:59-05:00"]
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "12:61:00", "-5", "+", "1e3", *OUT_OF_REACH])
 def test_what_names_no_moment_is_refused_with_what_can_be_written(text: str):
     with pytest.raises(ValueError, match="write the number of an event"):
         Moment(text)

@@ -67,7 +67,7 @@ def test_the_backward_questions_have_an_answer_for_every_log(events: list[ev.Any
         watch = Watch(interest)
         watch.look(events)
         assert len(watch.events) <= len(events)
-        blame(watch.events)
+        blame(watch.events, (0, 7))
         if interest.request is not None:
             answer = why(interest.request, watch.events, result)
             assert answer is None or answer.answer

@@ -1,11 +1,13 @@
 """Questions asked backwards: why, blame, diff, blast radius, and the smallest log that still has a finding."""
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from ledger import cli
+from ledger import cli, words
+from ledger import events as ev
 from ledger.blast import BlastRadius, blast_radius
 from ledger.case import Interest, Watch, replay_files
 from ledger.minimize import minimize
@@ -16,7 +18,7 @@ from ledger.seal import seal
 from ledger.state import State
 from ledger.writer import Database
 from tests.incidents.corpus import INCIDENTS, keys
-from tests.incidents.script import Script
+from tests.incidents.script import Script, save
 from tests.unit.log_files import changed
 
 BY_ID = {incident.id: incident for incident in INCIDENTS}
@@ -26,6 +28,10 @@ def about(log: Script, interest: Interest) -> list:
     watch = Watch(interest)
     watch.look(log.events)
     return watch.events
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 # --- why --------------------------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ def test_blame_tells_who_owned_pinned_read_and_wrote_a_block():
     log.puts(0, keys=keys("r"))
     log.recalls(0, "R3", blocks=(7, 14), keys=keys("r"))
     log.saves(1, "R3", blocks=(7, 14))
-    uses = blame(about(log, Interest(block=(0, 7))))
+    uses = blame(about(log, Interest(block=(0, 7))), (0, 7))
     assert [(use.what, use.by, use.last is not None) for use in uses] == [
         ("owned", "request R", True),
         ("owned", "request R2", False),
@@ -105,6 +111,90 @@ def test_blame_tells_who_owned_pinned_read_and_wrote_a_block():
         ("written", "get 0-2 of load 0 on rank 0", True),
         ("pinned", "store job 1", False),
     ]
+
+
+def test_blame_tells_when_each_use_by_a_transfer_between_engines_ended():
+    prefill = Script("prefill", role="kv_producer")
+    prefill.runs("R")
+    prefill.sends("x1", "R")
+    prefill.holds("x1", "R", blocks=(1, 8))
+    prefill.pushes("x1", "R")
+    prefill.send_settled(transfer="x1", request="R")
+    decode = Script("decode", role="kv_consumer")
+    decode.arrives("R")
+    decode.receives("x1", "R", blocks=(11, 18))
+    decode.pull_ends("x1", "R")
+    decode.peer_answers("x1", "R")
+    decode.received("x1", "R")
+    for log, block, ends in (
+        (prefill, (0, 1), {"send x1 of request R": "send_settled", "push x1 on rank 0": "transfer_finished"}),
+        (decode, (0, 11), {"recv x1 of request R": "recv_settled", "pull x1 on rank 0": "transfer_finished"}),
+    ):
+        uses = blame(about(log, Interest(block=block)), block)
+        assert {use.by: use.last is not None and ev.kind_of(use.last) for use in uses} == ends
+
+
+def test_blame_does_not_name_a_call_for_other_blocks_of_the_same_job():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    for blocks in ((5, 8), (9, 12)):
+        log.ends(log.put_begins(0, keys=keys("r", 4), blocks=blocks))
+    uses = blame(about(log, Interest(block=(0, 5))), (0, 5))
+    assert [use.by for use in uses] == ["store job 0", "put 0-1 of job 0 on rank 0"]
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def with_clocks_set(log: Script, after_seq: int, seconds: int) -> list[ev.AnyEvent]:
+    return [
+        msgspec.structs.replace(event, ts_ns=event.ts_ns + seconds * 10**9) if event.seq > after_seq else event
+        for event in log.events
+    ]
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_why_and_blame_tell_durations_that_a_wall_clock_that_was_set_does_not_change(
+    seconds: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.puts(0, keys=keys("r"))
+    set_after_seq = len(log.events)
+    log.passes(2)
+    log.reports(0)
+    log.finishes("R")
+    log.runs("Q")
+    log.passes(5)
+    events = with_clocks_set(log.closes(), set_after_seq, seconds)
+    path = save(events, tmp_path / "a.db")
+    cli.run(["why", str(path), "R"])
+    assert "request R finished: stopped at event 11, 2.02 s after it was first seen." in capsys.readouterr().out
+    cli.run(["why", str(path), "Q"])
+    assert "its last event is 5.00 s before that." in one_line(capsys.readouterr().out)
+    cli.run(["blame", str(path), "0:5"])
+    assert "by store job 0, from event 5 to 10 (20:26:40.005, 2.02 s)" in one_line(capsys.readouterr().out)
+
+
+def test_a_duration_that_only_wall_clocks_tell_is_left_out_where_they_tell_it_backwards():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.put_begins(0, keys=keys("r"))
+    log.closes()
+    for seconds, told in ((0, "; its last event is 2.0 ms before that"), (-3600, "")):
+        events = with_clocks_set(log, len(log.events) - 2, seconds)
+        watch = Watch(Interest(request="R"))
+        watch.look(events)
+        answer = why("R", watch.events, replay(events))
+        assert answer is not None
+        assert answer.answer == f"request R is running at the end of the log{told}"
+
+
+def test_a_span_below_zero_is_not_told_as_one_above():
+    assert [words.span(sign * 3_000_000_000) for sign in (1, 0, -1)] == ["3.00 s", "0 us", "-3.00 s"]
 
 
 # --- diff -------------------------------------------------------------------------------------------------------------
@@ -132,18 +222,17 @@ def test_diff_tells_what_began_what_ended_and_what_moved():
 
 
 def spread(*logs: Script, job: int = 0) -> BlastRadius:
-    radius = blast_radius([log.events.__iter__ for log in logs], job)
-    assert radius is not None
+    (radius,) = blast_radius([log.events.__iter__ for log in logs], job)
     return radius
 
 
-def poisoned() -> Script:
-    log = Script("one")
+def poisoned(engine: str = "one", lead: str = "r") -> Script:
+    log = Script(engine)
     log.runs("R")
     log.saves(0, "R", blocks=(5, 12), pins=False)
     log.gives("R2", (5, 8))
     log.steps(2)
-    log.puts(0, keys=keys("r"))
+    log.puts(0, keys=keys(lead))
     log.reports(0)
     log.finishes("R")
     return log
@@ -154,6 +243,31 @@ def test_the_radius_begins_with_exactly_the_keys_of_the_blocks_that_were_given_a
     assert radius.judged
     assert radius.keys == keys("r")[:4]
     assert radius.reached == []
+
+
+def test_the_radius_begins_with_the_keys_of_every_finding_about_the_job():
+    log = Script("one", ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.takes_back("R", (5, 6))
+    log.gives("N", (5, 6))
+    log.request_scheduled(request="N", generation=1)
+    log.steps(2)
+    for rank in (0, 1):
+        call = log.put_begins(0, rank, keys=keys(f"{rank}-"), blocks=(5, 12))
+        with log.rank(rank):
+            caught = {"request": "R", "group": 0, "block": 12, "before": "aa", "after": "bb", "removed": False}
+            log.poison_caught(job=0, rank=rank, key=keys(f"{rank}-")[7], **caught)
+        log.ends(call)
+    log.runs("Q")
+    log.recalls(0, "Q", blocks=(20, 20), keys=[keys("0-")[7]])
+    findings = [finding for finding in replay(log.events).findings if finding.kind == "poison"]
+    assert len(findings) > 1
+    radius = spread(log)
+    assert radius.keys == [keys(f"{rank}-")[place] for rank in (0, 1) for place in (0, 1)] + [
+        keys(f"{rank}-")[7] for rank in (0, 1)
+    ]
+    assert [each.request for each in radius.reached] == ["Q"]
 
 
 def test_the_radius_follows_loads_and_what_was_stored_after_them_through_engines_that_share_the_store():
@@ -196,6 +310,63 @@ def test_the_radius_has_requests_that_shared_the_blocks_of_one_that_was_reached_
     assert [(each.request, each.how) for each in radius.reached] == [("A", "loaded"), ("B", "shared"), ("C", "shared")]
 
 
+def loaded_before_it_was_tainted(*, returns: bool) -> Script:
+    """R's poisoned job stores keys that Q, of the same engine, had asked for before; and Q saves what it computed."""
+    log = Script("one")
+    log.runs("Q")
+    log.loads(0, "Q", blocks=(31, 38))
+    call = log.get_begins(0, keys=keys("r"))
+    if returns:
+        log.ends(call)
+        log.answers(0)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.gives("R2", (5, 8))
+    log.steps(2)
+    log.puts(0, keys=keys("r"))
+    log.reports(0)
+    if not returns:
+        log.ends(call)
+        log.answers(0)
+    log.stores(1, "Q", blocks=(39, 40), keys=keys("q", 2))
+    log.finishes("Q")
+    return log
+
+
+def test_who_loaded_a_key_before_wrong_kv_was_stored_under_it_in_the_same_log_is_not_reached():
+    radius = spread(loaded_before_it_was_tainted(returns=True))
+    assert radius.judged
+    assert radius.reached == []
+    assert radius.derived == {}
+
+
+def test_a_load_that_was_going_on_when_wrong_kv_was_stored_may_have_got_it():
+    for log in (loaded_before_it_was_tainted(returns=False), without_returns_of_gets(returns=True)):
+        radius = spread(log)
+        assert [(each.request, each.how) for each in radius.reached] == [("Q", "loaded")]
+        assert list(radius.derived) == keys("q", 2)
+
+
+def without_returns_of_gets(*, returns: bool) -> Script:
+    log = loaded_before_it_was_tainted(returns=returns)
+    log.events = [event for event in log.events if getattr(event, "op", "") != "get" or hasattr(event, "blocks")]
+    return log
+
+
+def test_the_order_of_a_load_and_of_what_was_derived_is_known_within_one_log_only():
+    early, two, three = loaded_before_it_was_tainted(returns=True), Script("two"), Script("three")
+    two.runs("B")
+    two.recalls(0, "B", blocks=(1, 2), keys=keys("a", 2))
+    two.finishes("B")
+    for log in (two, three):
+        log.runs("A")
+        log.recalls(1, "A", blocks=(1, 2), keys=keys("r")[:2])
+        log.stores(0, "A", blocks=(3, 6), keys=[*keys("a", 2), *keys("r")[2:4]])
+        log.finishes("A")
+    assert [(each.log, each.request) for each in spread(early, two).reached] == [(1, "A")]
+    assert {(each.log, each.request) for each in spread(early, two, three).reached} == {(1, "A"), (2, "A"), (1, "B")}
+
+
 def test_blocks_that_are_used_again_after_everybody_left_are_not_shared():
     log = poisoned()
     log.runs("A")
@@ -213,7 +384,21 @@ def test_without_a_verdict_the_radius_takes_all_that_the_job_stored_and_says_so(
     radius = spread(log)
     assert not radius.judged
     assert radius.keys == keys("r", 4)
-    assert blast_radius([log.events.__iter__], 99) is None
+    assert blast_radius([log.events.__iter__], 99) == []
+
+
+def test_each_log_in_which_the_job_is_poisoned_has_a_radius_because_every_engine_numbers_its_jobs_from_0():
+    one, two, healthy = poisoned("one", "r"), poisoned("two", "s"), Script("three")
+    healthy.runs("R")
+    healthy.stores(0, "R", blocks=(5, 8), keys=keys("t", 4))
+    readers = [log.events.__iter__ for log in (one, healthy, two)]
+    assert [(radius.log, radius.judged, radius.keys) for radius in blast_radius(readers, 0)] == [
+        (0, True, keys("r")[:4]),
+        (2, True, keys("s")[:4]),
+    ]
+    assert [(radius.log, radius.judged, radius.keys) for radius in blast_radius(readers, 0, 1)] == [
+        (1, False, keys("t", 4))
+    ]
 
 
 # --- minimize ---------------------------------------------------------------------------------------------------------
@@ -302,6 +487,54 @@ def test_blast_radius_prints_keys_and_requests(files: dict[str, Path], capsys: p
     assert cli.run(["blast-radius", str(files["s1"]), "--job", "77"]) == 2
 
 
+def test_blast_radius_follows_the_job_of_each_log_in_which_it_is_poisoned_or_of_the_one_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    a, b = poisoned("a", "r").save(tmp_path / "a.db"), poisoned("b", "s").save(tmp_path / "b.db")
+    command = ["blast-radius", str(a), str(b)]
+    assert cli.run([*command, "--job", "0"]) == 1
+    out = one_line(capsys.readouterr().out)
+    assert f"Store job 0 in {a}: 4 keys" in out
+    assert f"Store job 0 in {b}: 4 keys" in out
+    assert cli.run([*command, "--job", "0", "--keys"]) == 1
+    assert capsys.readouterr().out.split() == [*keys("r")[:4], *keys("s")[:4]]
+    assert cli.run([*command, "--job", "0", "--json"]) == 1
+    assert [each["file"] for each in json.loads(capsys.readouterr().out)] == [str(a), str(b)]
+    for name in ("b.db", str(b)):
+        assert cli.run([*command, "--job", f"{name}:0", "--keys"]) == 1
+        assert capsys.readouterr().out.split() == keys("s")[:4]
+    assert cli.run([*command, "--job", "0", "--job", "b.db:0", "--keys"]) == 1
+    assert capsys.readouterr().out.split() == [*keys("r")[:4], *keys("s")[:4]]
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ("0", "several files have a store job 0 ({a}, {b}), and in none of them is it poisoned. Say which is meant: "),
+        ("7", "none of the files has a store job 7"),
+        ("b.db:7", "{b} has no store job 7"),
+        ("c.db:0", "'--job': none of the files is called c.db"),
+        ("b.db:-1", "'b.db:-1' is no store job: write its number, or with its file as FILE:NUMBER"),
+        ("b.db:", "'b.db:' is no store job"),
+        ("b.db", "'b.db' is no store job"),
+        ("9" * 5000, "is no store job"),
+    ],
+)
+def test_blast_radius_refuses_a_job_that_is_none_or_may_be_one_of_several(
+    job: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    logs = {}
+    for engine in ("a", "b"):
+        log = Script(engine)
+        log.runs("R")
+        log.stores(0, "R", blocks=(5, 8), keys=keys(engine, 4))
+        logs[engine] = log.save(tmp_path / f"{engine}.db")
+    assert cli.run(["blast-radius", str(logs["a"]), str(logs["b"]), "--job", job]) == 2
+    assert told.format(**logs) in capsys.readouterr().err
+    assert cli.run(["blast-radius", str(logs["a"]), str(logs["b"]), "--job", "b.db:0", "--keys"]) == 0
+    assert capsys.readouterr().out.split() == keys("b", 4)
+
+
 def test_minimize_writes_a_log_that_can_be_replayed(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -358,13 +591,17 @@ def test_a_sealed_file_that_was_changed_is_not_called_sealed(
 def test_a_log_that_is_given_twice_is_used_once(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    copy = seal(files["twin"], tmp_path / "sealed.db").target
-    for again in (files["twin"], copy):
-        cli.run(["replay", str(files["twin"]), str(again)])
+    twin, link = files["twin"], tmp_path / "link.db"
+    link.symlink_to(twin)
+    copy = seal(twin, tmp_path / "sealed.db").target
+    for again, told in (
+        (twin, f"{twin} is named more than once, and used once"),
+        (link, f"{link} is left out: it is the same file as {twin}"),
+        (copy, f"{copy} is left out: it is the same log as {twin}, of the same engine and boot"),
+    ):
+        cli.run(["replay", str(twin), str(again), str(again)])
         captured = capsys.readouterr()
-        assert captured.err == (
-            f"kvledger: {again} is left out: it is the log that {files['twin']} is, of the same engine and boot\n"
-        )
+        assert captured.err == f"kvledger: {told}\n"
         assert "Log 2" not in captured.out
 
 

@@ -258,6 +258,29 @@ def test_requests_of_the_other_log_are_named_with_their_engine(cases: dict[str, 
     assert "Concerns request R; request P-R of engine prefill; rank 0" in one_line(cases["S4"])
 
 
+def test_the_logs_of_two_boots_of_one_engine_are_told_apart_by_their_boots(tmp_path: Path):
+    paths: list[Path] = []
+    for boot, start_s in (("b1", 0), ("b2", 500)):
+        log = Script(opens=False, start_s=start_s)
+        log.log_opened(engine="vllm", boot=boot, num_blocks=100, block_sizes=(16,))
+        log.runs("R")
+        log.saves(0, "R", blocks=(5, 12))
+        log.put_begins(0, keys=["k"])
+        log.passes(100, steps=200)
+        log.runs("S")
+        paths.append(log.closes().save(tmp_path / f"{boot}.db"))
+    told = one_line(replay_files(paths))
+    for says in (
+        "What happened on engine vllm, boot b1 (incident 1): ",
+        "8 of 99 blocks of engine vllm, boot b1 are still held",
+        "8 of 99 blocks of engine vllm, boot b2 are still held",
+        "On engine vllm, boot b1: Take a stack",
+        "On engine vllm, boot b2: Take a stack",
+    ):
+        assert says in told
+    assert "On engine vllm: " not in told
+
+
 # --- it agrees with itself --------------------------------------------------------------------------------------------
 
 

@@ -532,6 +532,6 @@ def test_nothing_else_imports_the_package():
 def test_a_log_is_drawn_once_when_it_is_named_twice(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = str(incidents()[0])
     assert cli.run(["trace", file, file, "-o", str(tmp_path / "new")]) == 0
-    assert "is left out" in capsys.readouterr().err
+    assert "is named more than once, and used once" in capsys.readouterr().err
     trace = Seen((tmp_path / "new").read_bytes())
     assert sum(track.HasField("process") for track in trace.tracks.values()) == 1
