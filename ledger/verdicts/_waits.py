@@ -216,8 +216,11 @@ def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
 def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
     """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
 
-    Ranks that are inside a call are left out: that call, and no system, is why they do not answer.
+    Ranks that are inside a call are left out: that call, and no system, is why they do not answer. And there are none
+    if the log has lost events among which answers may be.
     """
+    if lost_answers(trail):
+        return []
     called = {view.rank for wait in opened for view in wait.doing("in_call")}
     alike: dict[tuple[int, ...], list[Wait]] = {}
     for wait in opened:
@@ -227,6 +230,14 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
         if not any(rank in trail.answered or rank in called for rank in ranks):
             alike.setdefault(ranks, []).append(wait)
     return [wait for group in alike.values() if len(group) > 1 for wait in group]
+
+
+def lost_answers(trail: Trail) -> str:
+    """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
+    gap = next((gap for gap in trail.gaps if gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
+    if gap is None:
+        return ""
+    return f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), answers perhaps too"
 
 
 def report_is_lost(view: RankView, end: End) -> bool:

@@ -510,6 +510,62 @@ def test_a_load_counted_as_finished_without_a_rank_is_told():
     assert (finding.kind, finding.certainty, finding.ranks) == ("missing_ranks", "suspected", (1,))
 
 
+def counted_without_rank_1(loads: int, *, answers_before: bool = False, gap: bool = False) -> Finding:
+    log = Script(ranks=2)
+    if answers_before:
+        log.runs("P")
+        log.stores(0, "P", blocks=(1, 8))
+        log.finishes("P")
+    if gap:
+        loses_events_of_the_scheduler(log)
+    for load in range(loads):
+        log.arrives(f"R{load}")
+        log.loads(load, f"R{load}", blocks=(5, 12))
+        log.gets(load, 0, keys="abcdefgh")
+        log.steps()
+        log.rank_loaded(load=load, rank=0)
+        log.load_settled(load=load, missing=((1, 1),))
+        log.request_aborted(request=f"R{load}", generation=1)
+    return only(replay(log.closes().events))
+
+
+def loses_events_of_the_scheduler(log: Script) -> None:
+    """Events are lost, and then the book comes again."""
+    log.gap(origin="scheduler", dropped=50_000, reason="the queue was full")
+    log.checkpoint(digest=log.state.digest(), book=msgspec.Raw(log.state.encode()))
+
+
+def test_the_doubt_of_a_load_counted_without_a_rank_fits_what_the_rank_did():
+    once = counted_without_rank_1(1)
+    assert (once.certainty, once.culprit) == ("suspected", "once: no answer of rank 1 is in this log")
+    assert "one load only" in once.doubt
+    others = counted_without_rank_1(2, answers_before=True)
+    assert (others.certainty, others.culprit) == ("suspected", "2 times: rank 1 answered other work")
+    assert "rank 1 answered other work" in others.doubt
+    assert counted_without_rank_1(2).culprit == "systematic: no answer of rank 1 is in this log"
+
+
+def test_loads_counted_without_a_rank_are_all_counted():
+    finding = counted_without_rank_1(300)
+    assert "load 0 and 299 more loads counted" in finding.title
+    assert len(finding.loads) == 100
+
+
+def test_where_events_of_the_scheduler_are_lost_no_rank_is_said_to_have_never_answered():
+    finding = counted_without_rank_1(2, gap=True)
+    assert (finding.kind, finding.certainty) == ("missing_ranks", "undecidable")
+    assert "50,000 events of scheduler are lost" in finding.doubt
+    log = Script(ranks=2)
+    loses_events_of_the_scheduler(log)
+    for job in (1, 2):
+        log.runs(f"R{job}")
+        log.saves(job, f"R{job}", blocks=(10 * job, 10 * job + 7))
+        log.reports(job, 0)
+        log.finishes(f"R{job}")
+    log.passes(100)
+    assert kinds(replay(log.closes().events)) == ["leak proven"]
+
+
 def test_an_engine_that_ended_by_an_error_is_told_although_its_log_is_whole():
     log = Script()
     log.runs("R")
