@@ -9,6 +9,8 @@ This file knows events and the state. It draws no conclusions.
 
 # ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -28,6 +30,12 @@ KEPT_EVENTS_PER_REQUEST = 200
 KEPT_OVER = 1024
 """Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late:
 so many at least, and twice as many at most."""
+
+KEPT_TIMES = 4096
+"""Events of the scheduler whose time is remembered: so many at least, and twice as many at most."""
+
+TIMES_PER_CHUNK = 128
+"""Of a chunk of events, those that are looked at for the time."""
 
 RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
@@ -55,6 +63,39 @@ class Over(msgspec.Struct, frozen=True, gc=False):
         return list(events.values())
 
 
+class Times:
+    """When the log had come to a place, by the scheduler's monotonic clock.
+
+    The monotonic clocks of two hosts have nothing in common, so how long ago a rank's evidence came in is told by the
+    events of the scheduler beside it. Not all of these are kept, of older ones fewer: memory is fixed, and a time is a
+    little too late rather than too early.
+    """
+
+    def __init__(self) -> None:
+        self._seqs: list[int] = []
+        self._mono_ns: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def note(self, events: Sequence[ev.Event]) -> None:
+        """Take note of the next events of the log."""
+        for event in events[:: max(len(events) // TIMES_PER_CHUNK, 1)]:
+            if event.source == ev.SCHEDULER:
+                self._seqs.append(event.seq)
+                self._mono_ns.append(event.mono_ns)
+        if len(self._seqs) > 2 * KEPT_TIMES:
+            del self._seqs[:KEPT_TIMES:2], self._mono_ns[:KEPT_TIMES:2]
+
+    def at(self, seq: int) -> int | None:
+        """Return when the scheduler was at a place in the log or soon after it, in nanoseconds; None if it never was.
+
+        That is the time of the first of its events there that is known.
+        """
+        index = bisect_left(self._seqs, seq)
+        return self._mono_ns[index] if index < len(self._seqs) else None
+
+
 class Trail:
     """The events of all open work. Fed after the state has accepted an event, and after the verdicts have seen it.
 
@@ -74,6 +115,7 @@ class Trail:
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
         lost_of_file: the first of them where the file itself has lost events.
+        times: when the log had come to a place.
     """
 
     def __init__(self, state: State) -> None:
@@ -90,6 +132,7 @@ class Trail:
         self.closed: ev.LogClosed | None = None
         self.gaps: list[ev.Gap] = []
         self.lost_of_file: ev.Gap | None = None
+        self.times = Times()
         self._restored_seq = 0
         self.over: dict[tuple[str, int | str], Over] = {}
         self.ended: dict[str, RequestEnd] = {}

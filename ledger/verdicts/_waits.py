@@ -172,29 +172,48 @@ def evidence(wait: Wait) -> list[ev.Event]:
     return shown if len(shown) <= 12 else [*shown[:6], *shown[-6:]]
 
 
-def blocked_requests(trail: Trail, end: End) -> dict[str, ev.Event]:
-    """Return the requests that wait to run and hold nothing, each with its last event.
+class Blocked(msgspec.Struct, frozen=True):
+    """A request that waits to run and holds nothing.
+
+    Attributes:
+        waited_ns: for how long, in nanoseconds, since it was queued or preempted.
+        last: its last event.
+    """
+
+    waited_ns: int
+    last: ev.Event
+
+
+def blocked_requests(trail: Trail, end: End) -> dict[str, Blocked]:
+    """Return the requests that wait to run and hold nothing, by name.
 
     They may be stuck behind work that holds the blocks. One that has only just come is not among them.
     """
-    chains = trail.requests
-    return {
-        name: chains[name][-1]
-        for name, record in trail.state.book.requests.items()
-        if record.state in ("queued", "preempted")
-        and chains.get(name)
-        and end.now_mono_ns - chains[name][-1].mono_ns >= BLOCKED_NS
-    }
+    blocked: dict[str, Blocked] = {}
+    for name, record in trail.state.book.requests.items():
+        chain = trail.requests.get(name)
+        if record.state in ("queued", "preempted") and chain:
+            since = next((event.mono_ns for event in chain if event.seq == record.since_seq), None)
+            since = trail.times.at(record.since_seq) if since is None else since
+            waited_ns = 0 if since is None else end.now_mono_ns - since
+            if waited_ns >= BLOCKED_NS:
+                blocked[name] = Blocked(waited_ns, chain[-1])
+    return blocked
 
 
-def waiting_behind(blocked: dict[str, ev.Event], end: End) -> tuple[str, ...]:
+def waiting_behind(blocked: dict[str, Blocked]) -> tuple[str, ...]:
     """Return who waits to run at the end, and for how long: what a finding about held blocks says of its impact."""
     if not blocked:
         return ()
-    longest = words.span(max(end.now_mono_ns - event.mono_ns for event in blocked.values()))
+    longest = words.span(max(each.waited_ns for each in blocked.values()))
     if len(blocked) == 1:
         return (f"request {next(iter(blocked))} had waited to run for {longest}",)
     return (f"{len(blocked):,} requests had waited to run, one of them for {longest}",)
+
+
+def last_events(blocked: dict[str, Blocked]) -> list[ev.Event]:
+    """Return the last events of the first few requests that wait to run."""
+    return [each.last for each in blocked.values()][:KEPT_BLOCKED]
 
 
 def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev.Event, ...]:
@@ -240,7 +259,7 @@ def lost_answers(trail: Trail) -> str:
     return f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), answers perhaps too"
 
 
-def report_is_lost(view: RankView, end: End) -> bool:
+def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
     """Return whether a call failed so long ago, in steps and in time, that the rank's report would have come.
 
     A call that went well may be followed by another one for the same work, so only a failed one counts.
@@ -248,10 +267,18 @@ def report_is_lost(view: RankView, end: End) -> bool:
     last = view.last
     if view.doing != "ended" or not isinstance(last, ev.TransferFinished) or last.outcome == "ok":
         return False
-    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - last.mono_ns >= REPORT_NS
+    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - _heard_ns(trail, end, last) >= REPORT_NS
 
 
-def _is_overtaken(trail: Trail, number: int, chain: Chain, view: RankView) -> bool:
+def _heard_ns(trail: Trail, end: End, event: ev.Event) -> int:
+    """Return when an event had reached the scheduler, by the scheduler's monotonic clock, in nanoseconds."""
+    if event.source == ev.SCHEDULER:
+        return event.mono_ns
+    heard_ns = trail.times.at(event.seq)
+    return end.now_mono_ns if heard_ns is None else heard_ns
+
+
+def _is_overtaken(trail: Trail, end: End, number: int, chain: Chain, view: RankView) -> bool:
     """Return whether the rank has long since reported a job that was registered later.
 
     A rank works its jobs off in the order in which they come, so it owes no report of an earlier one any more, unless
@@ -261,7 +288,7 @@ def _is_overtaken(trail: Trail, number: int, chain: Chain, view: RankView) -> bo
     if later is None or later.job <= number or not chain or view.doing not in ("ended", "silent"):
         return False
     since = view.last if view.last is not None else chain[0]
-    return later.step - since.step >= REPORT_STEPS and later.mono_ns - since.mono_ns >= REPORT_NS
+    return later.step - since.step >= REPORT_STEPS and later.mono_ns - _heard_ns(trail, end, since) >= REPORT_NS
 
 
 def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
@@ -285,7 +312,7 @@ def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> W
         quarantined=job.quarantined,
         overdue=job.suspected
         or open_ns >= suspect_ns
-        or any(report_is_lost(view, end) or _is_overtaken(trail, number, chain, view) for view in missing),
+        or any(report_is_lost(trail, end, view) or _is_overtaken(trail, end, number, chain, view) for view in missing),
         blind=_blind(trail, job.since_seq, job.waiting),
         chain=chain,
     )
@@ -364,16 +391,20 @@ def _of_recv(trail: Trail, end: End, request: str, recv: Recv, suspect_ns: int) 
         quarantined=recv.quarantined,
         overdue=recv.suspected
         or open_ns >= suspect_ns
-        or ((reported or any(report_is_lost(view, end) for view in missing)) and _settled_long_ago(chain, end)),
+        or (
+            (reported or any(report_is_lost(trail, end, view) for view in missing))
+            and _settled_long_ago(trail, end, chain)
+        ),
         blind=_blind(trail, recv.since_seq, ranks),
         chain=chain,
     )
 
 
-def _settled_long_ago(chain: Sequence[ev.Event], end: End) -> bool:
+def _settled_long_ago(trail: Trail, end: End, chain: Sequence[ev.Event]) -> bool:
     failures = [event for event in chain if getattr(event, "outcome", "ok") not in ("ok", "loaded")]
     return bool(failures) and (
-        end.step - failures[-1].step >= REPORT_STEPS and end.now_mono_ns - failures[-1].mono_ns >= REPORT_NS
+        end.step - failures[-1].step >= REPORT_STEPS
+        and end.now_mono_ns - _heard_ns(trail, end, failures[-1]) >= REPORT_NS
     )
 
 

@@ -20,12 +20,12 @@ from ledger.blocks import Blocks, count
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
 from ledger.verdicts._waits import (
-    KEPT_BLOCKED,
     Wait,
     blocked_requests,
     certainty,
     describe,
     evidence,
+    last_events,
     never_answered,
     waiting_behind,
     waits,
@@ -87,7 +87,7 @@ class Leak(Verdict):
         ended = [view.last for view in first.doing("ended") if isinstance(view.last, ev.TransferFinished)]
         failed = [last for last in ended if last.outcome != "ok"]
         violated = [event for event in first.chain if isinstance(event, ev.InvariantViolated)]
-        blocked = {name: event for name, event in blocked_requests(self.trail, end).items() if name != first.request}
+        blocked = {name: each for name, each in blocked_requests(self.trail, end).items() if name != first.request}
         told = self._told(first, violated)
         held = words.plural(sum(count(wait.blocks) for wait in group), "block")
         more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
@@ -114,8 +114,8 @@ class Leak(Verdict):
             shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
             if doubt
             else "",
-            chain=with_events(evidence(first), list(blocked.values())[:KEPT_BLOCKED]),
-            impact=waiting_behind(blocked, end),
+            chain=with_events(evidence(first), last_events(blocked)),
+            impact=waiting_behind(blocked),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
             also=""
             if _goes_on(end)

@@ -18,7 +18,6 @@ from ledger.trail import End, Trail
 from ledger.verdicts import Finding, Verdict, listed
 from ledger.verdicts._ends import is_hard
 from ledger.verdicts._waits import (
-    KEPT_BLOCKED,
     STALL_SUSPECT_S,
     Wait,
     blocked_requests,
@@ -26,6 +25,7 @@ from ledger.verdicts._waits import (
     describe,
     ended_request,
     evidence,
+    last_events,
     never_answered,
     waiting_behind,
     waits,
@@ -76,7 +76,7 @@ class Stall(Verdict):
             if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
         ]
         holding = [*dict.fromkeys(wait.request for wait in group)]
-        blocked = {name: event for name, event in blocked_requests(self.trail, end).items() if name not in holding}
+        blocked = {name: each for name, each in blocked_requests(self.trail, end).items() if name not in holding}
         told = self._told(first)
         if behind and first.doing("in_call"):
             told.append(f"jobs behind the same call: {words.listed(behind)}")
@@ -99,13 +99,13 @@ class Stall(Verdict):
             also=f"The blocks of {first.name} come back only with a restart of the engine."
             if end.how == "closed"
             else "",
-            impact=(*self._impact(group), *waiting_behind(blocked, end)),
+            impact=(*self._impact(group), *waiting_behind(blocked)),
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
             shown=self._shown(first, end) if doubt else "",
             chain=with_events(
                 evidence(first),
-                [*self._ends_of(group), *list(blocked.values())[:KEPT_BLOCKED]],
+                [*self._ends_of(group), *last_events(blocked)],
             ),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
         )

@@ -107,6 +107,28 @@ def test_a_put_that_raised_is_a_leak_as_soon_as_its_report_would_have_come():
     assert "ValueError" in finding.culprit
 
 
+@pytest.mark.parametrize("ahead_s", [0, 86_400, -86_400])
+def test_the_clock_of_another_host_makes_no_report_late_and_hides_no_lost_one(ahead_s: int):
+    log = waiting_job(seconds=0.1)
+    log.ends("1-1", "failed", code="TRANSFER_FAILED", raw="-800")
+    log.passes(0.02, steps=20)
+    log.arrives("Q2")
+
+    def findings() -> list[str]:
+        shifted = [
+            msgspec.structs.replace(event, mono_ns=event.mono_ns + ahead_s * 10**9)
+            if event.source == "rank 1"
+            else event
+            for event in log.events
+        ]
+        return kinds(replay(shifted, "live"))
+
+    assert findings() == []
+    log.passes(2)
+    log.arrives("Q3")
+    assert findings() == ["leak suspected"]
+
+
 def test_a_put_that_ended_well_may_be_followed_by_another_one_so_it_alone_is_no_leak():
     log = waiting_job(seconds=0.1)
     log.ends("1-1")
@@ -127,6 +149,18 @@ def test_a_wait_names_whom_it_waits_for_what_it_holds_and_who_waits_behind_it():
     assert finding.suffering == ("Q",)
     assert "1 open job pins 8 of 99 blocks" in finding.culprit
     assert finding.since_seq == 4
+
+
+def test_a_request_that_waits_has_waited_since_it_was_queued_whatever_was_looked_up_meanwhile():
+    log = waiting_job(seconds=90)
+    log.passes(5)
+    log.arrives("W")
+    for _ in range(500):
+        log.lookup_answered(request="Q", generation=1, hit_tokens=0)
+    log.preempts("W")
+    finding = only(replay(log.closes().events))
+    assert finding.suffering == ("Q",)
+    assert finding.impact == ("request Q had waited to run for 5.50 s",)
 
 
 def test_one_missing_rank_of_one_job_is_an_accident_and_of_two_jobs_a_system():
