@@ -18,7 +18,8 @@ import msgspec
 
 from ledger import events as ev
 from ledger.blocks import Blocks
-from ledger.state import State
+from ledger.state import Job, Load, State
+from ledger.transfers import Recv, Send
 
 Chain: TypeAlias = list[ev.Event]
 """The events of one job, load or request, in the order of the log."""
@@ -111,6 +112,8 @@ class Trail:
         reported: by rank, its last report of a store job.
         over: the jobs, loads and transfers that ended last, by `("job", "load" or "transfer", id)`.
         ended: the requests that ended last, by their id.
+        ended_under: how the request of a job, load or recv ended that is still open, by the key of `over`. An id may
+            come back meanwhile, and end again.
         opened: the log's first event, if the log has it.
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
@@ -136,6 +139,7 @@ class Trail:
         self._restored_seq = 0
         self.over: dict[tuple[str, int | str], Over] = {}
         self.ended: dict[str, RequestEnd] = {}
+        self.ended_under: dict[tuple[str, int | str], RequestEnd] = {}
         self._owners: dict[int, str] = {}
 
     @property
@@ -175,6 +179,20 @@ class Trail:
         self.sends = {name: self.sends.get(name, []) for name in book.sends}
         self.recvs = {name: self.recvs.get(name, []) for name in book.recvs}
         self.requests = {name: self.requests.get(name, []) for name in book.requests}
+        opened: set[tuple[str, int | str]] = {("job", number) for number in book.jobs}
+        opened.update(("load", number) for number in book.loads)
+        opened.update(("transfer", recv.transfer) for recv in book.recvs.values())
+        self.ended_under = {key: event for key, event in self.ended_under.items() if key in opened}
+
+    def same_life(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
+        """Return whether open work of a request belongs to the life that now has this generation.
+
+        An id that comes back after its request has ended begins with generation 1 again, so it counts, too, when this
+        life began.
+        """
+        life = self.requests.get(request)
+        came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > opened.since_seq
+        return generation == opened.generation and not came_later
 
     def transfer_chain(self, event: ev.Event) -> Chain | None:
         """Return the events of the open send or recv that an event of a P/D transfer belongs to."""
@@ -230,6 +248,14 @@ class Trail:
 
     def _request_ended(self, event: RequestEnd) -> None:
         self.requests.pop(event.request, None)
+        for job in self.jobs_of.get(event.request, ()):
+            self.ended_under.setdefault(("job", job), event)
+        book = self.state.book
+        load, recv = book.loading.get(event.request), book.recvs.get(event.request)
+        if load is not None:
+            self.ended_under.setdefault(("load", load), event)
+        if recv is not None:
+            self.ended_under.setdefault(("transfer", recv.transfer), event)
         ended = self.ended
         ended[event.request] = event
         if len(ended) > 2 * KEPT_OVER:
@@ -271,6 +297,7 @@ class Trail:
         self._note_over(("job", job), Over(request, event, (), *_ends(chain)))
 
     def _note_over(self, key: tuple[str, int | str], what: "Over") -> None:
+        self.ended_under.pop(key, None)
         over = self.over
         over[key] = what
         if len(over) > 2 * KEPT_OVER:

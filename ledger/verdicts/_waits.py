@@ -223,9 +223,12 @@ def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev
 
 
 def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
-    """Return how the request of a wait ended after the wait had begun, and that in words; None if it lives."""
-    ended = trail.ended.get(wait.request)
-    if ended is None or ended.seq < wait.since_seq or wait.request in trail.state.book.requests:
+    """Return how the request of a job, load or recv ended while that was open, and that in words; None if it did not.
+
+    An id may have come back since.
+    """
+    ended = trail.ended_under.get(("transfer", wait.transfer) if wait.transfer else (wait.what, wait.number))
+    if ended is None:
         return None
     verb = "was aborted" if isinstance(ended, ev.RequestAborted) else "ended"
     after = f" after {words.span(ended.mono_ns - wait.chain[0].mono_ns)}" if wait.chain else ""

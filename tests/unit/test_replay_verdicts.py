@@ -5,6 +5,7 @@ import pytest
 
 from ledger import events as ev
 from ledger.replay import Result, replay
+from ledger.trail import KEPT_OVER
 from ledger.verdicts import Finding
 from tests.incidents.script import Script
 
@@ -481,6 +482,60 @@ def test_a_load_that_is_done_within_its_step_is_not_early():
     log.answers(0)
     log.finishes("R")
     assert replay(log.closes().events).findings == []
+
+
+def comes_again_while_its_load_is_open(*, steps: int = 10) -> Script:
+    """A client gives up while its request loads, and asks again with the same id; the load goes on."""
+    log = Script()
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    log.get_begins(0, keys="abcdefgh")
+    log.passes(1, steps=1)
+    log.request_aborted(request="R", generation=1, was="loading")
+    log.passes(60, steps=steps)
+    log.arrives("R")
+    return log
+
+
+def test_a_request_that_comes_again_does_not_run_on_the_blocks_of_its_first_life():
+    log = comes_again_while_its_load_is_open()
+    log.steps()
+    log.request_scheduled(request="R", generation=1)
+    log.passes(0.5, steps=10)
+    log.ends("0-1")
+    log.answers(0)
+    log.finishes("R")
+    assert replay(log.closes().events).findings == []
+
+
+def test_blocks_that_go_to_a_request_that_came_again_while_its_first_life_loads_are_freed_early():
+    log = comes_again_while_its_load_is_open()
+    log.gives("R", (5, 12))
+    finding = replay(log.events, "live").findings[0]
+    assert (finding.kind, finding.certainty) == ("early_free", "proven")
+    assert "were given to another life of request R while rank 0 may still write" in finding.title
+
+
+@pytest.mark.parametrize("second_life_ends", [True, False])
+def test_a_load_outlives_the_life_of_its_request_that_it_was_for(second_life_ends: bool):
+    log = comes_again_while_its_load_is_open()
+    log.passes(29)
+    if second_life_ends:
+        log.finishes("R")
+    log.passes(30)
+    finding = replay(log.closes().events).findings[0]
+    assert finding.kind == "stall"
+    assert "the request was aborted after 1.00 s" in finding.title
+    assert finding.impact[0] == "request R was aborted after 1.00 s without its KV"
+
+
+def test_how_a_request_ended_is_remembered_as_long_as_its_load_is_open():
+    log = comes_again_while_its_load_is_open()
+    for number in range(2 * KEPT_OVER + 1):
+        log.runs(f"Q{number}")
+        log.finishes(f"Q{number}")
+    finding = replay(log.closes().events).findings[0]
+    assert "the request was aborted after 1.00 s" in finding.title
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
