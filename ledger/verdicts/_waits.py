@@ -8,7 +8,7 @@ Stall, leak and missing ranks are three readings of the same facts, so the facts
     unknown     what the rank did is not recorded (evidence is off, or a gap hides it)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -104,6 +104,11 @@ class Wait(msgspec.Struct, frozen=True):
         """Whether the engine itself will still give it up in time."""
         return self.open_ns < self.deadline_ns
 
+    @property
+    def sort(self) -> tuple[Hashable, ...]:
+        """What it has in common with the waits that one finding tells together with it."""
+        return self.what, self.begun, self.quarantined, self.ranks, self.in_time
+
     def doing(self, *states: Doing) -> list[RankView]:
         """Return the missing ranks that were last seen in one of `states`."""
         return [view for view in self.missing if view.doing in states]
@@ -143,6 +148,11 @@ def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
         "live": "the log is still being written; replay it again later",
         "as_of": "the log goes on after this moment; replay it without --until",
     }.get(end.how, "")
+
+
+def likewise(number: int, what: str) -> str:
+    """Return how a title ends that tells the first of several alike, of which `number` are left."""
+    return f"; {words.plural(number, 'more ' + what)} likewise" if number else ""
 
 
 def describe(view: RankView, waited: str) -> str:

@@ -9,7 +9,7 @@ A job that waits although no call is open is a `leak`. Work that is open for les
 and no finding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
 from ledger import events as ev
@@ -26,6 +26,7 @@ from ledger.verdicts._waits import (
     ended_request,
     evidence,
     last_events,
+    likewise,
     never_answered,
     waiting_behind,
     waits,
@@ -54,14 +55,14 @@ class Stall(Verdict):
             self._ignored[event.transfer or f"load {event.load}"] = event
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return one finding for each set of missing ranks, the oldest wait in front."""
+        """Return one finding for each sort of waits, the oldest in front."""
         opened = waits(self.trail, end)
-        alike: dict[tuple[str, tuple[int, ...]], list[Wait]] = {}
+        alike: dict[Hashable, list[Wait]] = {}
         systematic = never_answered(self.trail, opened)
         for wait in opened:
             waiting = wait.what in ("load", "recv") or (wait.what == "job" and wait.doing("in_call"))
             if wait.overdue and waiting and wait not in systematic:
-                alike.setdefault((wait.what, wait.ranks), []).append(wait)
+                alike.setdefault(wait.sort, []).append(wait)
         for group in alike.values():
             yield self._waiting(group, opened, end)
         if not opened:
@@ -69,7 +70,7 @@ class Stall(Verdict):
 
     def _waiting(self, group: list[Wait], opened: list[Wait], end: End) -> Finding:
         first = group[0]
-        certain, doubt = certainty(end, [first])
+        certain, doubt = certainty(end, group)
         behind = [
             wait.number
             for wait in opened
@@ -85,7 +86,7 @@ class Stall(Verdict):
         return Finding(
             kind="stall",
             certainty=certain,
-            title=self._title(group, doubtful=bool(doubt) and not first.blind),
+            title=self._title(first, doubtful=bool(doubt) and not first.blind) + likewise(len(group) - 1, first.what),
             since_seq=first.since_seq,
             requests=(*holding, *blocked),
             suffering=tuple(blocked),
@@ -129,19 +130,15 @@ class Stall(Verdict):
         if len(group) > 3:
             yield f"{words.plural(len(group) - 3, 'more request')} likewise"
 
-    def _title(self, group: list[Wait], *, doubtful: bool) -> str:
-        first = group[0]
-        request = words.request(first.request, first.generation)
-        more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
+    def _title(self, first: Wait, *, doubtful: bool) -> str:
+        request, name = words.request(first.request, first.generation), first.name
+        open_for = f"has been open for {words.span(first.open_ns)}"
         if first.what == "job":
-            hangs = " may hang: it" if doubtful and not more else ""
-            title = f"{first.name}{more} of {request}{hangs} has been open for {words.span(first.open_ns)}"
+            title = f"{name} of {request} {'may hang: it ' if doubtful else ''}{open_for}"
         elif (ended := ended_request(self.trail, first)) is not None:
-            title = (
-                f"{first.name}{more} of {request} has been open for {words.span(first.open_ns)}; the request {ended[1]}"
-            )
+            title = f"{name} of {request} {open_for}; the request {ended[1]}"
         else:
-            title = f"{request} waits for remote KV: {first.name}{more} has been open for {words.span(first.open_ns)}"
+            title = f"{request} waits for remote KV: {name} {open_for}"
         if not first.begun:
             return f"{title}, and that it was given to the workers is not in this log"
         if not first.missing:

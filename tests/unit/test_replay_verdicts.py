@@ -176,6 +176,47 @@ def test_one_missing_rank_of_one_job_is_an_accident_and_of_two_jobs_a_system():
         assert kinds(replay(log.closes().events)) == expected
 
 
+def test_a_finding_of_several_waits_names_the_request_of_its_first_and_counts_the_rest():
+    log = Script(ranks=2)
+    log.runs("P")
+    log.stores(0, "P", blocks=(1, 8))
+    log.finishes("P")
+    for job in (1, 2, 3):
+        log.runs(f"R{job}")
+        log.saves(job, f"R{job}", blocks=(10 * job, 10 * job + 7))
+        log.reports(job, 0)
+        log.finishes(f"R{job}")
+    log.passes(100)
+    log.steps()
+    log.arrives("Q")
+    assert only(replay(log.events, "live")).title == (
+        "store job 1 of request R1 had not settled by then: no report of rank 1 in 1 min 40 s; 2 more jobs likewise; "
+        "24 blocks held"
+    )
+    log.put_begins(1, 1)
+    log.put_begins(2, 1)
+    assert only(replay(log.closes().events)).title == (
+        "store job 1 of request R1 has been open for 1 min 40 s; no answer of rank 1 is in this log; "
+        "1 more job likewise"
+    )
+
+
+def test_expired_sends_of_several_requests_are_told_by_the_first():
+    log = Script("prefill")
+    for number in range(3):
+        log.runs(f"R{number}")
+        log.sends(f"x{number}", f"R{number}")
+        log.holds(f"x{number}", f"R{number}", blocks=(10 * number + 1, 10 * number + 8))
+    log.passes(480, steps=100)
+    for number in range(3):
+        log.rank_sent(transfer=f"x{number}", request=f"R{number}", rank=0, outcome="expired")
+        log.send_expired(transfer=f"x{number}", request=f"R{number}", expired_ranks=((0, 0),))
+    assert only(replay(log.closes().events)).title == (
+        "send x0 of request R0 held 8 blocks for 8 min 00 s in vain, and was freed only because it expired; "
+        "2 more sends likewise"
+    )
+
+
 def test_ranks_that_answered_before_are_not_called_missing_for_ever():
     log = Script(ranks=2)
     log.runs("A")
@@ -268,6 +309,18 @@ def test_a_transfer_that_the_engine_would_still_give_up_by_itself_is_suspected_a
     assert "9 min 00 s" in finding.doubt
     log.passes(500, steps=10)
     assert kinds(replay(log.closes().events)) == ["stall proven"]
+
+
+def test_of_two_transfers_that_miss_a_rank_only_the_one_past_its_time_is_proven_to_hang():
+    log = Script("decode")
+    log.arrives("A")
+    log.receives("xa", "A", blocks=(1, 8), timeout_s=540)
+    log.passes(500, steps=500)
+    log.arrives("B")
+    log.receives("xb", "B", blocks=(11, 18), timeout_s=540)
+    log.passes(100, steps=500)
+    found = replay(log.closes().events).findings
+    assert [(each.certainty, each.requests) for each in found] == [("proven", ("A",)), ("suspected", ("B",))]
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------
