@@ -19,6 +19,7 @@ from ledger import words
 from ledger.blocks import Blocks, count
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
+from ledger.verdicts._ends import DOWN, is_down
 from ledger.verdicts._waits import (
     Wait,
     blocked_requests,
@@ -36,6 +37,8 @@ from ledger.verdicts._waits import (
 OTHER_LOG = (
     "Replay the decode engine's log together with this one: it shows whether the request arrived there, and asked."
 )
+
+RESTART = "Restart the engine when it can be spared: only that gives the held blocks back."
 
 KEPT_EXPIRED = 200
 """Expired sends that are kept for the report; the rest is only counted."""
@@ -117,9 +120,7 @@ class Leak(Verdict):
             chain=with_events(evidence(first), last_events(blocked)),
             impact=waiting_behind(blocked),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
-            also=""
-            if _goes_on(end)
-            else "Restart the engine when it can be spared: only that gives the held blocks back.",
+            also="" if _goes_on(end) or is_down(end) else RESTART,
         )
 
     @staticmethod
@@ -151,7 +152,7 @@ class Leak(Verdict):
     @staticmethod
     def _advice(first: Wait, failed: bool, end: End) -> str:
         if first.quarantined:
-            return "Restart the engine when it can be spared: only that gives the held blocks back."
+            return f"{DOWN} Report the broken rule with this file." if is_down(end) else RESTART
         if first.what == "send":
             return "See whether the request has arrived at a decode engine, and lives there."
         if not first.missing:
@@ -165,6 +166,8 @@ class Leak(Verdict):
         seen = next((view.last for view in first.missing if view.last is not None), None)
         at = f" at {words.clock(seen.ts_ns)} UTC" if seen is not None else ""
         error = " for the error" if failed else ""
+        if is_down(end):
+            return f"Look at {where}{at}{error}. {DOWN}"
         return f"Look at {where}{at}{error}; only a restart of the engine gives the blocks back."
 
     def _expiry(self) -> Finding:

@@ -16,7 +16,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._ends import is_hard
+from ledger.verdicts._ends import DOWN, is_down, is_hard
 from ledger.verdicts._waits import (
     STALL_SUSPECT_S,
     Wait,
@@ -97,9 +97,6 @@ class Stall(Verdict):
             culprit="; ".join(told),
             advice=self._advice(first, end),
             other_log=OTHER_LOG if first.what == "recv" else "",
-            also=f"The blocks of {first.name} come back only with a restart of the engine."
-            if end.how == "closed"
-            else "",
             impact=(*self._impact(group), *waiting_behind(blocked)),
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
@@ -176,12 +173,16 @@ class Stall(Verdict):
         if first.what == "recv":
             return "Look at the bootstrap server and at the network between the two engines."
         if first.doing("in_call"):
-            lives = "See first whether the engine still runs; if so, take" if is_hard(end) else "Take"
-            back = "" if is_hard(end) else " The blocks come back only with the answer, or with a restart."
-            return (
-                f"{lives} a stack of the worker of {ranks} (py-spy dump). Then see the store's master and the hosts of "
-                f"its segments: a call that hangs often waits for a peer that is gone.{back}"
+            stack = f"a stack of the worker of {ranks} (py-spy dump)"
+            store = (
+                "see the store's master and the hosts of its segments: a call that hangs often waits for a peer that "
+                "is gone."
             )
+            if is_down(end):
+                return f"{DOWN} If it happens again, take {stack} while the call hangs. Now {store}"
+            if is_hard(end):
+                return f"See first whether the engine still runs; if so, take {stack}. Then {store}"
+            return f"Take {stack}. Then {store} The blocks come back only with the answer, or with a restart."
         return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
 
     def _scheduler(self, end: End) -> Iterable[Finding]:
@@ -214,7 +215,12 @@ class Stall(Verdict):
                 "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
                 "could wait for"
             ),
-            advice="Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
+            advice=(
+                "If it happens again, take a stack of the engine process (py-spy dump) while it hangs: is it paused, "
+                "asleep, or out of blocks?"
+            )
+            if is_down(end)
+            else "Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
             doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
             chain=tuple(chains[oldest][-6:]),

@@ -70,6 +70,24 @@ def test_a_log_that_goes_on_is_not_said_to_leak_for_ever(ending: str):
     assert "Replay the log" in finding.advice
 
 
+@pytest.mark.parametrize("why", [{}, {"reason": "exception", "exception": "ValueError"}])
+def test_of_an_engine_that_has_shut_down_no_stack_is_asked_for_and_no_restart(why: dict[str, str]):
+    hanging = waiting_job(seconds=61)
+    lost = waiting_job(seconds=1)
+    lost.ends("1-1", "failed", code="TRANSFER_FAILED", raw="-800")
+    lost.passes(61, steps=100)
+    broken = waiting_job(seconds=1)
+    broken.ends("1-1")
+    broken.rank_completed(job=0, rank=0)
+    broken.invariant_violated(rule="rank_reported_twice", detail="in words", job=0, rank=0)
+    for log, kind in ((hanging, "stall"), (lost, "leak"), (broken, "leak")):
+        finding = next(each for each in replay(log.closes(**why).events).findings if each.kind == kind)
+        told = f"{finding.advice} {finding.also}"
+        assert "The engine has shut down" in told
+        assert "restart" not in told.lower()
+        assert "Take a stack" not in told
+
+
 def test_the_limit_is_that_of_the_engine():
     log = Script(ranks=2, settings={"stall_suspect_s": "5.0"})
     log.runs("R")
