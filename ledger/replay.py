@@ -183,6 +183,7 @@ class Replay:
         self._tail = [*self._tail, *chunk[-KEPT_TAIL_EVENTS:]][-KEPT_TAIL_EVENTS:]
         result.events += len(chunk)
         self._counts.update(map(type, chunk))
+        self.trail.times.note(chunk)
         for event in reversed(chunk):
             if event.source == ev.SCHEDULER:
                 self._last_of_scheduler = event

@@ -9,6 +9,8 @@ This file knows events and the state. It draws no conclusions.
 
 # ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -16,7 +18,8 @@ import msgspec
 
 from ledger import events as ev
 from ledger.blocks import Blocks
-from ledger.state import State
+from ledger.state import Job, Load, State
+from ledger.transfers import Recv, Send
 
 Chain: TypeAlias = list[ev.Event]
 """The events of one job, load or request, in the order of the log."""
@@ -28,6 +31,12 @@ KEPT_EVENTS_PER_REQUEST = 200
 KEPT_OVER = 1024
 """Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late:
 so many at least, and twice as many at most."""
+
+KEPT_TIMES = 4096
+"""Events of the scheduler whose time is remembered: so many at least, and twice as many at most."""
+
+TIMES_PER_CHUNK = 128
+"""Of a chunk of events, those that are looked at for the time."""
 
 RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
@@ -55,6 +64,39 @@ class Over(msgspec.Struct, frozen=True, gc=False):
         return list(events.values())
 
 
+class Times:
+    """When the log had come to a place, by the scheduler's monotonic clock.
+
+    The monotonic clocks of two hosts have nothing in common, so how long ago a rank's evidence came in is told by the
+    events of the scheduler beside it. Not all of these are kept, of older ones fewer: memory is fixed, and a time is a
+    little too late rather than too early.
+    """
+
+    def __init__(self) -> None:
+        self._seqs: list[int] = []
+        self._mono_ns: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def note(self, events: Sequence[ev.Event]) -> None:
+        """Take note of the next events of the log."""
+        for event in events[:: max(len(events) // TIMES_PER_CHUNK, 1)]:
+            if event.source == ev.SCHEDULER:
+                self._seqs.append(event.seq)
+                self._mono_ns.append(event.mono_ns)
+        if len(self._seqs) > 2 * KEPT_TIMES:
+            del self._seqs[:KEPT_TIMES:2], self._mono_ns[:KEPT_TIMES:2]
+
+    def at(self, seq: int) -> int | None:
+        """Return when the scheduler was at a place in the log or soon after it, in nanoseconds; None if it never was.
+
+        That is the time of the first of its events there that is known.
+        """
+        index = bisect_left(self._seqs, seq)
+        return self._mono_ns[index] if index < len(self._seqs) else None
+
+
 class Trail:
     """The events of all open work. Fed after the state has accepted an event, and after the verdicts have seen it.
 
@@ -70,10 +112,13 @@ class Trail:
         reported: by rank, its last report of a store job.
         over: the jobs, loads and transfers that ended last, by `("job", "load" or "transfer", id)`.
         ended: the requests that ended last, by their id.
+        ended_under: how the request of a job, load or recv ended that is still open, by the key of `over`. An id may
+            come back meanwhile, and end again.
         opened: the log's first event, if the log has it.
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
         lost_of_file: the first of them where the file itself has lost events.
+        times: when the log had come to a place.
     """
 
     def __init__(self, state: State) -> None:
@@ -90,9 +135,11 @@ class Trail:
         self.closed: ev.LogClosed | None = None
         self.gaps: list[ev.Gap] = []
         self.lost_of_file: ev.Gap | None = None
+        self.times = Times()
         self._restored_seq = 0
         self.over: dict[tuple[str, int | str], Over] = {}
         self.ended: dict[str, RequestEnd] = {}
+        self.ended_under: dict[tuple[str, int | str], RequestEnd] = {}
         self._owners: dict[int, str] = {}
 
     @property
@@ -132,6 +179,20 @@ class Trail:
         self.sends = {name: self.sends.get(name, []) for name in book.sends}
         self.recvs = {name: self.recvs.get(name, []) for name in book.recvs}
         self.requests = {name: self.requests.get(name, []) for name in book.requests}
+        opened: set[tuple[str, int | str]] = {("job", number) for number in book.jobs}
+        opened.update(("load", number) for number in book.loads)
+        opened.update(("transfer", recv.transfer) for recv in book.recvs.values())
+        self.ended_under = {key: event for key, event in self.ended_under.items() if key in opened}
+
+    def same_life(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
+        """Return whether open work of a request belongs to the life that now has this generation.
+
+        An id that comes back after its request has ended begins with generation 1 again, so it counts, too, when this
+        life began.
+        """
+        life = self.requests.get(request)
+        came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > opened.since_seq
+        return generation == opened.generation and not came_later
 
     def transfer_chain(self, event: ev.Event) -> Chain | None:
         """Return the events of the open send or recv that an event of a P/D transfer belongs to."""
@@ -187,6 +248,14 @@ class Trail:
 
     def _request_ended(self, event: RequestEnd) -> None:
         self.requests.pop(event.request, None)
+        for job in self.jobs_of.get(event.request, ()):
+            self.ended_under.setdefault(("job", job), event)
+        book = self.state.book
+        load, recv = book.loading.get(event.request), book.recvs.get(event.request)
+        if load is not None:
+            self.ended_under.setdefault(("load", load), event)
+        if recv is not None:
+            self.ended_under.setdefault(("transfer", recv.transfer), event)
         ended = self.ended
         ended[event.request] = event
         if len(ended) > 2 * KEPT_OVER:
@@ -228,6 +297,7 @@ class Trail:
         self._note_over(("job", job), Over(request, event, (), *_ends(chain)))
 
     def _note_over(self, key: tuple[str, int | str], what: "Over") -> None:
+        self.ended_under.pop(key, None)
         over = self.over
         over[key] = what
         if len(over) > 2 * KEPT_OVER:

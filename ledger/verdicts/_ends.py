@@ -3,6 +3,9 @@
 from ledger import events as ev
 from ledger.trail import End
 
+DOWN = "The engine has shut down: nothing is held any more."
+"""What to say of blocks when `is_down`."""
+
 NEAR_STEPS = 2
 """Engine steps before the end within which an event may be what the engine died of."""
 
@@ -10,6 +13,11 @@ NEAR_STEPS = 2
 def is_hard(end: End) -> bool:
     """Return whether the log stops without a word, or with an error."""
     return end.how == "torn" if end.closed is None else end.closed.reason == "exception"
+
+
+def is_down(end: End) -> bool:
+    """Return whether the engine has shut down: it holds nothing any more, and there is no process to look at."""
+    return end.how == "closed"
 
 
 def is_near(event: ev.Event, end: End) -> bool:

@@ -8,7 +8,7 @@ Stall, leak and missing ranks are three readings of the same facts, so the facts
     unknown     what the rank did is not recorded (evidence is off, or a gap hides it)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -104,6 +104,11 @@ class Wait(msgspec.Struct, frozen=True):
         """Whether the engine itself will still give it up in time."""
         return self.open_ns < self.deadline_ns
 
+    @property
+    def sort(self) -> tuple[Hashable, ...]:
+        """What it has in common with the waits that one finding tells together with it."""
+        return self.what, self.begun, self.quarantined, self.ranks, self.in_time
+
     def doing(self, *states: Doing) -> list[RankView]:
         """Return the missing ranks that were last seen in one of `states`."""
         return [view for view in self.missing if view.doing in states]
@@ -145,6 +150,11 @@ def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
     }.get(end.how, "")
 
 
+def likewise(number: int, what: str) -> str:
+    """Return how a title ends that tells the first of several alike, of which `number` are left."""
+    return f"; {words.plural(number, 'more ' + what)} likewise" if number else ""
+
+
 def describe(view: RankView, waited: str) -> str:
     """Return what a missing rank was last seen doing, as a sentence. `waited` is what it owes: `job 3`."""
     last = view.last
@@ -172,29 +182,48 @@ def evidence(wait: Wait) -> list[ev.Event]:
     return shown if len(shown) <= 12 else [*shown[:6], *shown[-6:]]
 
 
-def blocked_requests(trail: Trail, end: End) -> dict[str, ev.Event]:
-    """Return the requests that wait to run and hold nothing, each with its last event.
+class Blocked(msgspec.Struct, frozen=True):
+    """A request that waits to run and holds nothing.
+
+    Attributes:
+        waited_ns: for how long, in nanoseconds, since it was queued or preempted.
+        last: its last event.
+    """
+
+    waited_ns: int
+    last: ev.Event
+
+
+def blocked_requests(trail: Trail, end: End) -> dict[str, Blocked]:
+    """Return the requests that wait to run and hold nothing, by name.
 
     They may be stuck behind work that holds the blocks. One that has only just come is not among them.
     """
-    chains = trail.requests
-    return {
-        name: chains[name][-1]
-        for name, record in trail.state.book.requests.items()
-        if record.state in ("queued", "preempted")
-        and chains.get(name)
-        and end.now_mono_ns - chains[name][-1].mono_ns >= BLOCKED_NS
-    }
+    blocked: dict[str, Blocked] = {}
+    for name, record in trail.state.book.requests.items():
+        chain = trail.requests.get(name)
+        if record.state in ("queued", "preempted") and chain:
+            since = next((event.mono_ns for event in chain if event.seq == record.since_seq), None)
+            since = trail.times.at(record.since_seq) if since is None else since
+            waited_ns = 0 if since is None else end.now_mono_ns - since
+            if waited_ns >= BLOCKED_NS:
+                blocked[name] = Blocked(waited_ns, chain[-1])
+    return blocked
 
 
-def waiting_behind(blocked: dict[str, ev.Event], end: End) -> tuple[str, ...]:
+def waiting_behind(blocked: dict[str, Blocked]) -> tuple[str, ...]:
     """Return who waits to run at the end, and for how long: what a finding about held blocks says of its impact."""
     if not blocked:
         return ()
-    longest = words.span(max(end.now_mono_ns - event.mono_ns for event in blocked.values()))
+    longest = words.span(max(each.waited_ns for each in blocked.values()))
     if len(blocked) == 1:
         return (f"request {next(iter(blocked))} had waited to run for {longest}",)
     return (f"{len(blocked):,} requests had waited to run, one of them for {longest}",)
+
+
+def last_events(blocked: dict[str, Blocked]) -> list[ev.Event]:
+    """Return the last events of the first few requests that wait to run."""
+    return [each.last for each in blocked.values()][:KEPT_BLOCKED]
 
 
 def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev.Event, ...]:
@@ -204,9 +233,12 @@ def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev
 
 
 def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
-    """Return how the request of a wait ended after the wait had begun, and that in words; None if it lives."""
-    ended = trail.ended.get(wait.request)
-    if ended is None or ended.seq < wait.since_seq or wait.request in trail.state.book.requests:
+    """Return how the request of a job, load or recv ended while that was open, and that in words; None if it did not.
+
+    An id may have come back since.
+    """
+    ended = trail.ended_under.get(("transfer", wait.transfer) if wait.transfer else (wait.what, wait.number))
+    if ended is None:
         return None
     verb = "was aborted" if isinstance(ended, ev.RequestAborted) else "ended"
     after = f" after {words.span(ended.mono_ns - wait.chain[0].mono_ns)}" if wait.chain else ""
@@ -216,8 +248,11 @@ def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
 def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
     """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
 
-    Ranks that are inside a call are left out: that call, and no system, is why they do not answer.
+    Ranks that are inside a call are left out: that call, and no system, is why they do not answer. And there are none
+    if the log has lost events among which answers may be.
     """
+    if lost_answers(trail):
+        return []
     called = {view.rank for wait in opened for view in wait.doing("in_call")}
     alike: dict[tuple[int, ...], list[Wait]] = {}
     for wait in opened:
@@ -229,7 +264,15 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
     return [wait for group in alike.values() if len(group) > 1 for wait in group]
 
 
-def report_is_lost(view: RankView, end: End) -> bool:
+def lost_answers(trail: Trail) -> str:
+    """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
+    gap = next((gap for gap in trail.gaps if gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
+    if gap is None:
+        return ""
+    return f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), answers perhaps too"
+
+
+def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
     """Return whether a call failed so long ago, in steps and in time, that the rank's report would have come.
 
     A call that went well may be followed by another one for the same work, so only a failed one counts.
@@ -237,10 +280,18 @@ def report_is_lost(view: RankView, end: End) -> bool:
     last = view.last
     if view.doing != "ended" or not isinstance(last, ev.TransferFinished) or last.outcome == "ok":
         return False
-    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - last.mono_ns >= REPORT_NS
+    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - _heard_ns(trail, end, last) >= REPORT_NS
 
 
-def _is_overtaken(trail: Trail, number: int, chain: Chain, view: RankView) -> bool:
+def _heard_ns(trail: Trail, end: End, event: ev.Event) -> int:
+    """Return when an event had reached the scheduler, by the scheduler's monotonic clock, in nanoseconds."""
+    if event.source == ev.SCHEDULER:
+        return event.mono_ns
+    heard_ns = trail.times.at(event.seq)
+    return end.now_mono_ns if heard_ns is None else heard_ns
+
+
+def _is_overtaken(trail: Trail, end: End, number: int, chain: Chain, view: RankView) -> bool:
     """Return whether the rank has long since reported a job that was registered later.
 
     A rank works its jobs off in the order in which they come, so it owes no report of an earlier one any more, unless
@@ -250,7 +301,7 @@ def _is_overtaken(trail: Trail, number: int, chain: Chain, view: RankView) -> bo
     if later is None or later.job <= number or not chain or view.doing not in ("ended", "silent"):
         return False
     since = view.last if view.last is not None else chain[0]
-    return later.step - since.step >= REPORT_STEPS and later.mono_ns - since.mono_ns >= REPORT_NS
+    return later.step - since.step >= REPORT_STEPS and later.mono_ns - _heard_ns(trail, end, since) >= REPORT_NS
 
 
 def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
@@ -274,7 +325,7 @@ def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> W
         quarantined=job.quarantined,
         overdue=job.suspected
         or open_ns >= suspect_ns
-        or any(report_is_lost(view, end) or _is_overtaken(trail, number, chain, view) for view in missing),
+        or any(report_is_lost(trail, end, view) or _is_overtaken(trail, end, number, chain, view) for view in missing),
         blind=_blind(trail, job.since_seq, job.waiting),
         chain=chain,
     )
@@ -353,16 +404,20 @@ def _of_recv(trail: Trail, end: End, request: str, recv: Recv, suspect_ns: int) 
         quarantined=recv.quarantined,
         overdue=recv.suspected
         or open_ns >= suspect_ns
-        or ((reported or any(report_is_lost(view, end) for view in missing)) and _settled_long_ago(chain, end)),
+        or (
+            (reported or any(report_is_lost(trail, end, view) for view in missing))
+            and _settled_long_ago(trail, end, chain)
+        ),
         blind=_blind(trail, recv.since_seq, ranks),
         chain=chain,
     )
 
 
-def _settled_long_ago(chain: Sequence[ev.Event], end: End) -> bool:
+def _settled_long_ago(trail: Trail, end: End, chain: Sequence[ev.Event]) -> bool:
     failures = [event for event in chain if getattr(event, "outcome", "ok") not in ("ok", "loaded")]
     return bool(failures) and (
-        end.step - failures[-1].step >= REPORT_STEPS and end.now_mono_ns - failures[-1].mono_ns >= REPORT_NS
+        end.step - failures[-1].step >= REPORT_STEPS
+        and end.now_mono_ns - _heard_ns(trail, end, failures[-1]) >= REPORT_NS
     )
 
 

@@ -147,7 +147,9 @@ class EarlyFree(RuleVerdict):
     ) -> None:
         began = next((each for each in chain if isinstance(each, ev.LoadRegistered | ev.RecvRegistered)), None)
         # A load that is not asynchronous is done within the step in which its request runs.
-        if began is None or began.step >= event.step or event.generation != opened.generation:
+        if began is None or began.step >= event.step:
+            return
+        if not self.trail.same_life(event.request, event.generation, opened):
             return
         blocks = tuple(sorted(expand(opened.blocks)))
         self._keep(
@@ -166,7 +168,7 @@ class EarlyFree(RuleVerdict):
     ) -> None:
         if not waiting or subject in self._told or len(self._released) >= KEPT_RELEASES:
             return
-        if event.request == request and event.generation == opened.generation:
+        if event.request == request and self.trail.same_life(request, event.generation, opened):
             return
         hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
         if hit:
@@ -186,7 +188,8 @@ class EarlyFree(RuleVerdict):
                 continue  # the rule was broken by settling it, and this is what came of it
             blocks, ranks = words.plural(len(each.blocks), "block"), words.ranks(each.waiting)
             if isinstance(each.event, ev.BlocksAllocated):
-                how = f"were given to request {each.event.request} while {ranks} may still write into them"
+                to = "another life of request" if each.event.request == each.request else "request"
+                how = f"were given to {to} {each.event.request} while {ranks} may still write into them"
                 title = f"{blocks} of {each.what} of request {each.request} {how}"
                 culprit = f"the scheduler freed the blocks of {each.what} before every rank had settled"
             elif isinstance(each.event, ev.TransferStarted | ev.TransferFinished):

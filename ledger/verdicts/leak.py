@@ -9,7 +9,7 @@
 While a call to the store is open, a job is a `stall` instead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
 import msgspec
@@ -19,13 +19,15 @@ from ledger import words
 from ledger.blocks import Blocks, count
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
+from ledger.verdicts._ends import DOWN, is_down
 from ledger.verdicts._waits import (
-    KEPT_BLOCKED,
     Wait,
     blocked_requests,
     certainty,
     describe,
     evidence,
+    last_events,
+    likewise,
     never_answered,
     waiting_behind,
     waits,
@@ -35,6 +37,8 @@ from ledger.verdicts._waits import (
 OTHER_LOG = (
     "Replay the decode engine's log together with this one: it shows whether the request arrived there, and asked."
 )
+
+RESTART = "Restart the engine when it can be spared: only that gives the held blocks back."
 
 KEPT_EXPIRED = 200
 """Expired sends that are kept for the report; the rest is only counted."""
@@ -62,11 +66,11 @@ class Leak(Verdict):
             self._expired.append(_Expired(event, tuple(self.trail.sends[event.request][-10:])))
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return one finding for each set of missing ranks, the oldest job in front, and one for all expired sends."""
+        """Return one finding for each sort of waits, the oldest in front, and one for all expired sends."""
         opened = waits(self.trail, end)
         systematic = never_answered(self.trail, opened)
         called = {rank for wait in opened for rank in wait.ranks if wait.doing("in_call")}
-        alike: dict[tuple[str, bool, tuple[int, ...]], list[Wait]] = {}
+        alike: dict[Hashable, list[Wait]] = {}
         for wait in opened:
             if wait.what in ("load", "recv") or wait in systematic:
                 continue
@@ -75,7 +79,7 @@ class Leak(Verdict):
             if wait.what == "job" and wait.doing("silent") and called & set(wait.ranks):
                 continue  # it queues behind a call that has not returned, and the stall names it
             if wait.quarantined or wait.overdue:
-                alike.setdefault((wait.what, wait.quarantined, wait.ranks), []).append(wait)
+                alike.setdefault(wait.sort, []).append(wait)
         for group in alike.values():
             yield self._held(group, end)
         if self._expired:
@@ -83,21 +87,20 @@ class Leak(Verdict):
 
     def _held(self, group: list[Wait], end: End) -> Finding:
         first = group[0]
-        certain, doubt = ("proven", "") if first.quarantined else certainty(end, [first])
+        certain, doubt = ("proven", "") if first.quarantined else certainty(end, group)
         ended = [view.last for view in first.doing("ended") if isinstance(view.last, ev.TransferFinished)]
         failed = [last for last in ended if last.outcome != "ok"]
         violated = [event for event in first.chain if isinstance(event, ev.InvariantViolated)]
-        blocked = {name: event for name, event in blocked_requests(self.trail, end).items() if name != first.request}
+        blocked = {name: each for name, each in blocked_requests(self.trail, end).items() if name != first.request}
         told = self._told(first, violated)
         held = words.plural(sum(count(wait.blocks) for wait in group), "block")
-        more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
         codes = [each.code for last in failed for each in last.failures] + [last.code for last in failed]
         return Finding(
             kind="leak",
             certainty=certain,
             title=(
-                f"{first.name}{more} of {words.request(first.request, first.generation)} {self._why(first, end)}; "
-                f"{held} held"
+                f"{first.name} of {words.request(first.request, first.generation)} {self._why(first, end)}"
+                f"{likewise(len(group) - 1, first.what)}; {held} held"
             ),
             since_seq=first.since_seq,
             requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
@@ -114,12 +117,10 @@ class Leak(Verdict):
             shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
             if doubt
             else "",
-            chain=with_events(evidence(first), list(blocked.values())[:KEPT_BLOCKED]),
-            impact=waiting_behind(blocked, end),
+            chain=with_events(evidence(first), last_events(blocked)),
+            impact=waiting_behind(blocked),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
-            also=""
-            if _goes_on(end)
-            else "Restart the engine when it can be spared: only that gives the held blocks back.",
+            also="" if _goes_on(end) or is_down(end) else RESTART,
         )
 
     @staticmethod
@@ -151,7 +152,7 @@ class Leak(Verdict):
     @staticmethod
     def _advice(first: Wait, failed: bool, end: End) -> str:
         if first.quarantined:
-            return "Restart the engine when it can be spared: only that gives the held blocks back."
+            return f"{DOWN} Report the broken rule with this file." if is_down(end) else RESTART
         if first.what == "send":
             return "See whether the request has arrived at a decode engine, and lives there."
         if not first.missing:
@@ -165,6 +166,8 @@ class Leak(Verdict):
         seen = next((view.last for view in first.missing if view.last is not None), None)
         at = f" at {words.clock(seen.ts_ns)} UTC" if seen is not None else ""
         error = " for the error" if failed else ""
+        if is_down(end):
+            return f"Look at {where}{at}{error}. {DOWN}"
         return f"Look at {where}{at}{error}; only a restart of the engine gives the blocks back."
 
     def _expiry(self) -> Finding:
@@ -175,7 +178,6 @@ class Leak(Verdict):
         blocks: Blocks = tuple(part for each in self._expired for part in _blocks(each.chain))
         asked = any(isinstance(each, ev.SendStarted) for each in first.chain)
         failed = [each for each in first.chain if isinstance(each, ev.RankSent) and each.code]
-        more = f" and {words.plural(self._expired_count - 1, 'more send')}" if self._expired_count > 1 else ""
         inferred = ""
         if failed:
             why = words.failure(failed[0].code, failed[0].raw, failed[0].exception, failed[0].stage)
@@ -189,9 +191,9 @@ class Leak(Verdict):
             kind="leak",
             certainty="proven",
             title=(
-                f"send {event.transfer}{more} of request {event.request} held "
+                f"send {event.transfer} of request {event.request} held "
                 f"{words.plural(count(_blocks(first.chain)), 'block')} for {words.span(held_ns)} in vain, and was "
-                "freed only because it expired"
+                f"freed only because it expired{likewise(self._expired_count - 1, 'send')}"
             ),
             since_seq=ready.seq if ready is not None else event.seq,
             requests=tuple(dict.fromkeys(each.event.request for each in self._expired)),

@@ -2,21 +2,37 @@
 
 One job that misses a rank is a `leak` or a `stall`, an accident. Two or more that miss the same ranks, when those ranks
 have never answered anything in the whole log, are a system that was set up wrong: reports of these ranks do not reach
-the scheduler, or it waits for ranks that do not exist.
+the scheduler, or it waits for ranks that do not exist. Where events of the scheduler are lost the ranks may have
+answered there, and the jobs stay a `leak` or a `stall`.
 """
 
 from collections.abc import Iterable
 from typing import ClassVar
 
+import msgspec
+
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import from_ranges
 from ledger.trail import End, Trail
-from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._waits import Wait, certainty, describe, evidence, never_answered, waits
+from ledger.verdicts import Certainty, Finding, Verdict, listed
+from ledger.verdicts._waits import Wait, certainty, describe, evidence, lost_answers, never_answered, waits
 
 KEPT_LOADS = 100
-"""Loads that vLLM counted as finished without an answer of every rank, and that are kept for the report."""
+"""Loads that vLLM counted as finished without an answer of the same ranks, and that are named in the report. The rest
+is only counted."""
+
+
+class _Unanswered(msgspec.Struct):
+    """Loads that were counted as finished although the same ranks had not answered.
+
+    Attributes:
+        count: how many there were.
+        kept: the first of them, each with its request, empty if that is not known.
+    """
+
+    count: int = 0
+    kept: list[tuple[ev.LoadSettled, str]] = []
 
 
 class MissingRanks(Verdict):
@@ -26,7 +42,7 @@ class MissingRanks(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._unanswered: dict[tuple[int, ...], list[tuple[ev.LoadSettled, str]]] = {}
+        self._unanswered: dict[tuple[int, ...], _Unanswered] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Note a load that vLLM counted as finished while ranks had not answered."""
@@ -34,9 +50,10 @@ class MissingRanks(Verdict):
             return
         planned = self.trail.loads[event.load][:1]
         request = planned[0].request if planned and isinstance(planned[0], ev.LoadPlanned) else ""
-        known = self._unanswered.setdefault(tuple(from_ranges(event.missing)), [])
-        if len(known) < KEPT_LOADS:
-            known.append((event, request))
+        known = self._unanswered.setdefault(tuple(from_ranges(event.missing)), _Unanswered())
+        known.count += 1
+        if len(known.kept) < KEPT_LOADS:
+            known.kept.append((event, request))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each set of ranks."""
@@ -46,8 +63,8 @@ class MissingRanks(Verdict):
             alike.setdefault(wait.ranks, []).append(wait)
         for ranks, group in alike.items():
             yield self._never_answer(ranks, group, end)
-        for ranks, settled in self._unanswered.items():
-            yield self._counted_without(ranks, settled)
+        for ranks, unanswered in self._unanswered.items():
+            yield self._counted_without(ranks, unanswered)
 
     def _never_answer(self, ranks: tuple[int, ...], group: list[Wait], end: End) -> Finding:
         first = group[0]
@@ -89,23 +106,33 @@ class MissingRanks(Verdict):
             inferred="" if doubt else "why: the ranks may not run, not report, or not exist",
         )
 
-    def _counted_without(self, ranks: tuple[int, ...], settled: list[tuple[ev.LoadSettled, str]]) -> Finding:
-        first = settled[0][0]
-        never = not any(rank in self.trail.answered for rank in ranks)
-        systematic = never and len(settled) > 1
-        more = f" and {words.plural(len(settled) - 1, 'more load')}" if len(settled) > 1 else ""
-        gone = "no answer of them is in this log" if never else "they answer other loads"
+    def _counted_without(self, ranks: tuple[int, ...], unanswered: _Unanswered) -> Finding:
+        first, count = unanswered.kept[0][0], unanswered.count
+        names, lost = words.ranks(ranks), lost_answers(self.trail)
+        more = f" and {words.plural(count - 1, 'more load')}" if count > 1 else ""
+        often = "once" if count == 1 else f"{count:,} times"
+        certain: Certainty = "suspected"
+        if any(rank in self.trail.answered for rank in ranks):
+            seen = f"{names} answered other work"
+            doubt = f"{seen}, so the answer may only have been late"
+        else:
+            seen = f"no answer of {names} is in this log"
+            doubt = "it is one load only, so the answer may only have been late"
+            if lost:
+                certain, doubt = "undecidable", lost
+            elif count > 1:
+                certain, doubt, often = "proven", "", "systematic"
         return Finding(
             kind="missing_ranks",
-            certainty="proven" if systematic else "suspected",
-            title=f"load {first.load}{more} counted as finished although {words.ranks(ranks)} had not answered",
+            certainty=certain,
+            title=f"load {first.load}{more} counted as finished although {names} had not answered",
             since_seq=first.seq,
-            requests=tuple(dict.fromkeys(request for _, request in settled if request)),
+            requests=tuple(dict.fromkeys(request for _, request in unanswered.kept if request)),
             ranks=ranks,
-            culprit=f"{'systematic' if systematic else 'once'}: {words.ranks(ranks)}; {gone}",
+            culprit=f"{often}: {seen}",
             advice="Its blocks may be written after they were given away; look at the worker logs of these ranks.",
             lead_seq=first.seq,
-            doubt="" if systematic else "these ranks answer other loads, so the answer may only have been late",
-            chain=tuple(event for event, _ in settled[:10]),
-            loads=tuple(event.load for event, _ in settled),
+            doubt=doubt,
+            chain=tuple(event for event, _ in unanswered.kept[:10]),
+            loads=tuple(event.load for event, _ in unanswered.kept),
         )

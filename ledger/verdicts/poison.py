@@ -154,14 +154,8 @@ class Poison(Verdict):
         return works
 
     def _is_owner(self, event: ev.BlocksAllocated, request: str, opened: Job | Load | Send | Recv) -> bool:
-        """Return whether it is the life of the request that the work belongs to which gets the blocks.
-
-        An id that comes back after its request has ended begins with generation 1 again, so its life is looked at too.
-        """
-        if event.request != request or event.generation != opened.generation:
-            return False
-        life = self.trail.requests.get(request)
-        return not (life and isinstance(life[0], ev.RequestQueued) and life[0].seq > opened.since_seq)
+        """Return whether it is the life of the request that the work belongs to which gets the blocks."""
+        return event.request == request and self.trail.same_life(request, event.generation, opened)
 
     def _chain(self, key: tuple[str, int | str]) -> Chain:
         what, name = key

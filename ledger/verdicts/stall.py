@@ -9,16 +9,15 @@ A job that waits although no call is open is a `leak`. Work that is open for les
 and no finding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
 from ledger import events as ev
 from ledger import words
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._ends import is_hard
+from ledger.verdicts._ends import DOWN, is_down, is_hard
 from ledger.verdicts._waits import (
-    KEPT_BLOCKED,
     STALL_SUSPECT_S,
     Wait,
     blocked_requests,
@@ -26,6 +25,8 @@ from ledger.verdicts._waits import (
     describe,
     ended_request,
     evidence,
+    last_events,
+    likewise,
     never_answered,
     waiting_behind,
     waits,
@@ -54,14 +55,14 @@ class Stall(Verdict):
             self._ignored[event.transfer or f"load {event.load}"] = event
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return one finding for each set of missing ranks, the oldest wait in front."""
+        """Return one finding for each sort of waits, the oldest in front."""
         opened = waits(self.trail, end)
-        alike: dict[tuple[str, tuple[int, ...]], list[Wait]] = {}
+        alike: dict[Hashable, list[Wait]] = {}
         systematic = never_answered(self.trail, opened)
         for wait in opened:
             waiting = wait.what in ("load", "recv") or (wait.what == "job" and wait.doing("in_call"))
             if wait.overdue and waiting and wait not in systematic:
-                alike.setdefault((wait.what, wait.ranks), []).append(wait)
+                alike.setdefault(wait.sort, []).append(wait)
         for group in alike.values():
             yield self._waiting(group, opened, end)
         if not opened:
@@ -69,14 +70,14 @@ class Stall(Verdict):
 
     def _waiting(self, group: list[Wait], opened: list[Wait], end: End) -> Finding:
         first = group[0]
-        certain, doubt = certainty(end, [first])
+        certain, doubt = certainty(end, group)
         behind = [
             wait.number
             for wait in opened
             if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
         ]
         holding = [*dict.fromkeys(wait.request for wait in group)]
-        blocked = {name: event for name, event in blocked_requests(self.trail, end).items() if name not in holding}
+        blocked = {name: each for name, each in blocked_requests(self.trail, end).items() if name not in holding}
         told = self._told(first)
         if behind and first.doing("in_call"):
             told.append(f"jobs behind the same call: {words.listed(behind)}")
@@ -85,7 +86,7 @@ class Stall(Verdict):
         return Finding(
             kind="stall",
             certainty=certain,
-            title=self._title(group, doubtful=bool(doubt) and not first.blind),
+            title=self._title(first, doubtful=bool(doubt) and not first.blind) + likewise(len(group) - 1, first.what),
             since_seq=first.since_seq,
             requests=(*holding, *blocked),
             suffering=tuple(blocked),
@@ -96,16 +97,13 @@ class Stall(Verdict):
             culprit="; ".join(told),
             advice=self._advice(first, end),
             other_log=OTHER_LOG if first.what == "recv" else "",
-            also=f"The blocks of {first.name} come back only with a restart of the engine."
-            if end.how == "closed"
-            else "",
-            impact=(*self._impact(group), *waiting_behind(blocked, end)),
+            impact=(*self._impact(group), *waiting_behind(blocked)),
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
             shown=self._shown(first, end) if doubt else "",
             chain=with_events(
                 evidence(first),
-                [*self._ends_of(group), *list(blocked.values())[:KEPT_BLOCKED]],
+                [*self._ends_of(group), *last_events(blocked)],
             ),
             facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
         )
@@ -129,19 +127,15 @@ class Stall(Verdict):
         if len(group) > 3:
             yield f"{words.plural(len(group) - 3, 'more request')} likewise"
 
-    def _title(self, group: list[Wait], *, doubtful: bool) -> str:
-        first = group[0]
-        request = words.request(first.request, first.generation)
-        more = f" and {words.plural(len(group) - 1, 'more ' + first.what)}" if len(group) > 1 else ""
+    def _title(self, first: Wait, *, doubtful: bool) -> str:
+        request, name = words.request(first.request, first.generation), first.name
+        open_for = f"has been open for {words.span(first.open_ns)}"
         if first.what == "job":
-            hangs = " may hang: it" if doubtful and not more else ""
-            title = f"{first.name}{more} of {request}{hangs} has been open for {words.span(first.open_ns)}"
+            title = f"{name} of {request} {'may hang: it ' if doubtful else ''}{open_for}"
         elif (ended := ended_request(self.trail, first)) is not None:
-            title = (
-                f"{first.name}{more} of {request} has been open for {words.span(first.open_ns)}; the request {ended[1]}"
-            )
+            title = f"{name} of {request} {open_for}; the request {ended[1]}"
         else:
-            title = f"{request} waits for remote KV: {first.name}{more} has been open for {words.span(first.open_ns)}"
+            title = f"{request} waits for remote KV: {name} {open_for}"
         if not first.begun:
             return f"{title}, and that it was given to the workers is not in this log"
         if not first.missing:
@@ -179,12 +173,16 @@ class Stall(Verdict):
         if first.what == "recv":
             return "Look at the bootstrap server and at the network between the two engines."
         if first.doing("in_call"):
-            lives = "See first whether the engine still runs; if so, take" if is_hard(end) else "Take"
-            back = "" if is_hard(end) else " The blocks come back only with the answer, or with a restart."
-            return (
-                f"{lives} a stack of the worker of {ranks} (py-spy dump). Then see the store's master and the hosts of "
-                f"its segments: a call that hangs often waits for a peer that is gone.{back}"
+            stack = f"a stack of the worker of {ranks} (py-spy dump)"
+            store = (
+                "see the store's master and the hosts of its segments: a call that hangs often waits for a peer that "
+                "is gone."
             )
+            if is_down(end):
+                return f"{DOWN} If it happens again, take {stack} while the call hangs. Now {store}"
+            if is_hard(end):
+                return f"See first whether the engine still runs; if so, take {stack}. Then {store}"
+            return f"Take {stack}. Then {store} The blocks come back only with the answer, or with a restart."
         return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
 
     def _scheduler(self, end: End) -> Iterable[Finding]:
@@ -217,7 +215,12 @@ class Stall(Verdict):
                 "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
                 "could wait for"
             ),
-            advice="Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
+            advice=(
+                "If it happens again, take a stack of the engine process (py-spy dump) while it hangs: is it paused, "
+                "asleep, or out of blocks?"
+            )
+            if is_down(end)
+            else "Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
             doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
             chain=tuple(chains[oldest][-6:]),

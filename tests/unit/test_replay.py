@@ -10,7 +10,7 @@ from ledger.case import Interest, Moment, Watch, state_at
 from ledger.errors import Refused
 from ledger.replay import CHUNK_EVENTS, Replay, replay, until
 from ledger.state import State
-from ledger.trail import Trail
+from ledger.trail import KEPT_TIMES, Times, Trail
 from ledger.verdicts import Verdict, all_verdicts
 from tests.incidents.script import START_TS_NS, Script
 
@@ -144,6 +144,18 @@ def test_the_trail_of_a_request_that_is_preempted_for_ever_stays_small():
     assert len(trail.requests["R"]) <= 200
     assert trail.requests["R"][0] == log.events[1]
     assert trail.requests["R"][-1] == log.events[-1]
+
+
+def test_the_time_of_a_place_is_never_too_early_and_costs_a_fixed_memory():
+    times = Times()
+    seqs = range(1, 40 * KEPT_TIMES)
+    for first in range(1, seqs.stop, CHUNK_EVENTS):
+        times.note([ev.LogClosed(seq, 0, 10 * seq, ev.SCHEDULER, 0) for seq in range(first, first + CHUNK_EVENTS)])
+    late = [at - 10 * seq for seq in seqs if (at := times.at(seq)) is not None]
+    assert min(late) >= 0
+    assert max(late[-1000:]) <= 10 * 16
+    assert len(times) <= 2 * KEPT_TIMES
+    assert times.at(seqs.stop + CHUNK_EVENTS) is None
 
 
 def test_every_kind_of_event_can_be_looked_at():

@@ -5,6 +5,7 @@ import pytest
 
 from ledger import events as ev
 from ledger.replay import Result, replay
+from ledger.trail import KEPT_OVER
 from ledger.verdicts import Finding
 from tests.incidents.script import Script
 
@@ -69,6 +70,24 @@ def test_a_log_that_goes_on_is_not_said_to_leak_for_ever(ending: str):
     assert "Replay the log" in finding.advice
 
 
+@pytest.mark.parametrize("why", [{}, {"reason": "exception", "exception": "ValueError"}])
+def test_of_an_engine_that_has_shut_down_no_stack_is_asked_for_and_no_restart(why: dict[str, str]):
+    hanging = waiting_job(seconds=61)
+    lost = waiting_job(seconds=1)
+    lost.ends("1-1", "failed", code="TRANSFER_FAILED", raw="-800")
+    lost.passes(61, steps=100)
+    broken = waiting_job(seconds=1)
+    broken.ends("1-1")
+    broken.rank_completed(job=0, rank=0)
+    broken.invariant_violated(rule="rank_reported_twice", detail="in words", job=0, rank=0)
+    for log, kind in ((hanging, "stall"), (lost, "leak"), (broken, "leak")):
+        finding = next(each for each in replay(log.closes(**why).events).findings if each.kind == kind)
+        told = f"{finding.advice} {finding.also}"
+        assert "The engine has shut down" in told
+        assert "restart" not in told.lower()
+        assert "Take a stack" not in told
+
+
 def test_the_limit_is_that_of_the_engine():
     log = Script(ranks=2, settings={"stall_suspect_s": "5.0"})
     log.runs("R")
@@ -107,6 +126,28 @@ def test_a_put_that_raised_is_a_leak_as_soon_as_its_report_would_have_come():
     assert "ValueError" in finding.culprit
 
 
+@pytest.mark.parametrize("ahead_s", [0, 86_400, -86_400])
+def test_the_clock_of_another_host_makes_no_report_late_and_hides_no_lost_one(ahead_s: int):
+    log = waiting_job(seconds=0.1)
+    log.ends("1-1", "failed", code="TRANSFER_FAILED", raw="-800")
+    log.passes(0.02, steps=20)
+    log.arrives("Q2")
+
+    def findings() -> list[str]:
+        shifted = [
+            msgspec.structs.replace(event, mono_ns=event.mono_ns + ahead_s * 10**9)
+            if event.source == "rank 1"
+            else event
+            for event in log.events
+        ]
+        return kinds(replay(shifted, "live"))
+
+    assert findings() == []
+    log.passes(2)
+    log.arrives("Q3")
+    assert findings() == ["leak suspected"]
+
+
 def test_a_put_that_ended_well_may_be_followed_by_another_one_so_it_alone_is_no_leak():
     log = waiting_job(seconds=0.1)
     log.ends("1-1")
@@ -129,6 +170,18 @@ def test_a_wait_names_whom_it_waits_for_what_it_holds_and_who_waits_behind_it():
     assert finding.since_seq == 4
 
 
+def test_a_request_that_waits_has_waited_since_it_was_queued_whatever_was_looked_up_meanwhile():
+    log = waiting_job(seconds=90)
+    log.passes(5)
+    log.arrives("W")
+    for _ in range(500):
+        log.lookup_answered(request="Q", generation=1, hit_tokens=0)
+    log.preempts("W")
+    finding = only(replay(log.closes().events))
+    assert finding.suffering == ("Q",)
+    assert finding.impact == ("request Q had waited to run for 5.50 s",)
+
+
 def test_one_missing_rank_of_one_job_is_an_accident_and_of_two_jobs_a_system():
     for jobs, expected in ((1, ["leak proven"]), (2, ["missing_ranks proven"])):
         log = Script(ranks=2)
@@ -139,6 +192,47 @@ def test_one_missing_rank_of_one_job_is_an_accident_and_of_two_jobs_a_system():
             log.finishes(f"R{number}")
         log.passes(100)
         assert kinds(replay(log.closes().events)) == expected
+
+
+def test_a_finding_of_several_waits_names_the_request_of_its_first_and_counts_the_rest():
+    log = Script(ranks=2)
+    log.runs("P")
+    log.stores(0, "P", blocks=(1, 8))
+    log.finishes("P")
+    for job in (1, 2, 3):
+        log.runs(f"R{job}")
+        log.saves(job, f"R{job}", blocks=(10 * job, 10 * job + 7))
+        log.reports(job, 0)
+        log.finishes(f"R{job}")
+    log.passes(100)
+    log.steps()
+    log.arrives("Q")
+    assert only(replay(log.events, "live")).title == (
+        "store job 1 of request R1 had not settled by then: no report of rank 1 in 1 min 40 s; 2 more jobs likewise; "
+        "24 blocks held"
+    )
+    log.put_begins(1, 1)
+    log.put_begins(2, 1)
+    assert only(replay(log.closes().events)).title == (
+        "store job 1 of request R1 has been open for 1 min 40 s; no answer of rank 1 is in this log; "
+        "1 more job likewise"
+    )
+
+
+def test_expired_sends_of_several_requests_are_told_by_the_first():
+    log = Script("prefill")
+    for number in range(3):
+        log.runs(f"R{number}")
+        log.sends(f"x{number}", f"R{number}")
+        log.holds(f"x{number}", f"R{number}", blocks=(10 * number + 1, 10 * number + 8))
+    log.passes(480, steps=100)
+    for number in range(3):
+        log.rank_sent(transfer=f"x{number}", request=f"R{number}", rank=0, outcome="expired")
+        log.send_expired(transfer=f"x{number}", request=f"R{number}", expired_ranks=((0, 0),))
+    assert only(replay(log.closes().events)).title == (
+        "send x0 of request R0 held 8 blocks for 8 min 00 s in vain, and was freed only because it expired; "
+        "2 more sends likewise"
+    )
 
 
 def test_ranks_that_answered_before_are_not_called_missing_for_ever():
@@ -233,6 +327,18 @@ def test_a_transfer_that_the_engine_would_still_give_up_by_itself_is_suspected_a
     assert "9 min 00 s" in finding.doubt
     log.passes(500, steps=10)
     assert kinds(replay(log.closes().events)) == ["stall proven"]
+
+
+def test_of_two_transfers_that_miss_a_rank_only_the_one_past_its_time_is_proven_to_hang():
+    log = Script("decode")
+    log.arrives("A")
+    log.receives("xa", "A", blocks=(1, 8), timeout_s=540)
+    log.passes(500, steps=500)
+    log.arrives("B")
+    log.receives("xb", "B", blocks=(11, 18), timeout_s=540)
+    log.passes(100, steps=500)
+    found = replay(log.closes().events).findings
+    assert [(each.certainty, each.requests) for each in found] == [("proven", ("A",)), ("suspected", ("B",))]
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------
@@ -449,6 +555,60 @@ def test_a_load_that_is_done_within_its_step_is_not_early():
     assert replay(log.closes().events).findings == []
 
 
+def comes_again_while_its_load_is_open(*, steps: int = 10) -> Script:
+    """A client gives up while its request loads, and asks again with the same id; the load goes on."""
+    log = Script()
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    log.get_begins(0, keys="abcdefgh")
+    log.passes(1, steps=1)
+    log.request_aborted(request="R", generation=1, was="loading")
+    log.passes(60, steps=steps)
+    log.arrives("R")
+    return log
+
+
+def test_a_request_that_comes_again_does_not_run_on_the_blocks_of_its_first_life():
+    log = comes_again_while_its_load_is_open()
+    log.steps()
+    log.request_scheduled(request="R", generation=1)
+    log.passes(0.5, steps=10)
+    log.ends("0-1")
+    log.answers(0)
+    log.finishes("R")
+    assert replay(log.closes().events).findings == []
+
+
+def test_blocks_that_go_to_a_request_that_came_again_while_its_first_life_loads_are_freed_early():
+    log = comes_again_while_its_load_is_open()
+    log.gives("R", (5, 12))
+    finding = replay(log.events, "live").findings[0]
+    assert (finding.kind, finding.certainty) == ("early_free", "proven")
+    assert "were given to another life of request R while rank 0 may still write" in finding.title
+
+
+@pytest.mark.parametrize("second_life_ends", [True, False])
+def test_a_load_outlives_the_life_of_its_request_that_it_was_for(second_life_ends: bool):
+    log = comes_again_while_its_load_is_open()
+    log.passes(29)
+    if second_life_ends:
+        log.finishes("R")
+    log.passes(30)
+    finding = replay(log.closes().events).findings[0]
+    assert finding.kind == "stall"
+    assert "the request was aborted after 1.00 s" in finding.title
+    assert finding.impact[0] == "request R was aborted after 1.00 s without its KV"
+
+
+def test_how_a_request_ended_is_remembered_as_long_as_its_load_is_open():
+    log = comes_again_while_its_load_is_open()
+    for number in range(2 * KEPT_OVER + 1):
+        log.runs(f"Q{number}")
+        log.finishes(f"Q{number}")
+    finding = replay(log.closes().events).findings[0]
+    assert "the request was aborted after 1.00 s" in finding.title
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
@@ -508,6 +668,62 @@ def test_a_load_counted_as_finished_without_a_rank_is_told():
     log.finishes("R")
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty, finding.ranks) == ("missing_ranks", "suspected", (1,))
+
+
+def counted_without_rank_1(loads: int, *, answers_before: bool = False, gap: bool = False) -> Finding:
+    log = Script(ranks=2)
+    if answers_before:
+        log.runs("P")
+        log.stores(0, "P", blocks=(1, 8))
+        log.finishes("P")
+    if gap:
+        loses_events_of_the_scheduler(log)
+    for load in range(loads):
+        log.arrives(f"R{load}")
+        log.loads(load, f"R{load}", blocks=(5, 12))
+        log.gets(load, 0, keys="abcdefgh")
+        log.steps()
+        log.rank_loaded(load=load, rank=0)
+        log.load_settled(load=load, missing=((1, 1),))
+        log.request_aborted(request=f"R{load}", generation=1)
+    return only(replay(log.closes().events))
+
+
+def loses_events_of_the_scheduler(log: Script) -> None:
+    """Events are lost, and then the book comes again."""
+    log.gap(origin="scheduler", dropped=50_000, reason="the queue was full")
+    log.checkpoint(digest=log.state.digest(), book=msgspec.Raw(log.state.encode()))
+
+
+def test_the_doubt_of_a_load_counted_without_a_rank_fits_what_the_rank_did():
+    once = counted_without_rank_1(1)
+    assert (once.certainty, once.culprit) == ("suspected", "once: no answer of rank 1 is in this log")
+    assert "one load only" in once.doubt
+    others = counted_without_rank_1(2, answers_before=True)
+    assert (others.certainty, others.culprit) == ("suspected", "2 times: rank 1 answered other work")
+    assert "rank 1 answered other work" in others.doubt
+    assert counted_without_rank_1(2).culprit == "systematic: no answer of rank 1 is in this log"
+
+
+def test_loads_counted_without_a_rank_are_all_counted():
+    finding = counted_without_rank_1(300)
+    assert "load 0 and 299 more loads counted" in finding.title
+    assert len(finding.loads) == 100
+
+
+def test_where_events_of_the_scheduler_are_lost_no_rank_is_said_to_have_never_answered():
+    finding = counted_without_rank_1(2, gap=True)
+    assert (finding.kind, finding.certainty) == ("missing_ranks", "undecidable")
+    assert "50,000 events of scheduler are lost" in finding.doubt
+    log = Script(ranks=2)
+    loses_events_of_the_scheduler(log)
+    for job in (1, 2):
+        log.runs(f"R{job}")
+        log.saves(job, f"R{job}", blocks=(10 * job, 10 * job + 7))
+        log.reports(job, 0)
+        log.finishes(f"R{job}")
+    log.passes(100)
+    assert kinds(replay(log.closes().events)) == ["leak proven"]
 
 
 def test_an_engine_that_ended_by_an_error_is_told_although_its_log_is_whole():
