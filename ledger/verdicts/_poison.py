@@ -41,8 +41,9 @@ class Grant(msgspec.Struct):
     Attributes:
         works: the work that was open then, by what its calls are found by.
         written: the event from whose step on the new owner has written into the block; None if it may not have. A
-            request that is scheduled writes in the step in which it gets the block. One that loads does when the load
-            has ended well, or when it runs.
+            request that is scheduled writes in the step in which it gets the block. One that loads or receives has
+            written when that has ended well, or when it runs.
+        load, transfer: by which load or recv the new owner fills the blocks; -1 and empty if by none.
         lost_by: why the old owner lost its blocks, as far as it is remembered: it was preempted, finished or aborted.
         ran: the first run of the new owner that is known, with these blocks.
     """
@@ -53,6 +54,7 @@ class Grant(msgspec.Struct):
     works: dict[tuple[str, int | str], Work]
     written: ev.Event | None = None
     load: int = -1
+    transfer: str = ""
     lost_by: ev.Event | None = None
     ran: ev.Event | None = None
 
@@ -146,6 +148,11 @@ def doubt_of(hit: Hit) -> str:
         return (
             "the call was open when the block was given away, and may have moved its bytes before; only the bytes "
             "would tell"
+        )
+    if hit.grant.load >= 0 or hit.grant.transfer:
+        return (
+            f"what request {hit.grant.event.request} itself waited for may have come into the blocks afterwards; only "
+            "the bytes would tell"
         )
     return "the order of the call and of the new owner's first forward pass is not recorded; only the bytes would tell"
 

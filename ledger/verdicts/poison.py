@@ -11,7 +11,8 @@ depends on what orders the two, because a worker's evidence comes in late:
     proven      the call began after the worker had been told of a step later than the one that gave the block away: the
                 new owner's first forward pass lay between
     suspected   the call was open when the block was given away, or the order of the two within a step is not recorded,
-                or both owners are lives of the same request, whose KV may be the same
+                or the new owner's own load or recv may have written the block afterwards, or both owners are lives of
+                the same request, whose KV may be the same
 """
 
 from collections.abc import Iterable
@@ -185,6 +186,27 @@ class Poison(Verdict):
         if event.outcome == "loaded":
             for grant in self._grants:
                 if grant.load == event.load and grant.written is None:
+                    grant.written = event
+
+    def on_recv_registered(self, event: ev.RecvRegistered) -> None:
+        """A request that waits for a transfer does not run: its blocks are written by the transfer."""
+        if not event.blocks:
+            return
+        life = self.trail.requests.get(event.request)
+        since_seq = life[0].seq if life else 0
+        for grant in self._grants:
+            given = grant.event
+            is_its_own = (given.request, given.generation) == (event.request, event.generation)
+            if is_its_own and given.seq > since_seq and grant.ran is None:
+                grant.written = None
+                if grant.numbers.issubset(numbers(event.blocks)):
+                    grant.transfer = event.transfer
+
+    def on_recv_settled(self, event: ev.RecvSettled) -> None:
+        """A transfer that ended well has written its blocks."""
+        if event.outcome == "loaded":
+            for grant in self._grants:
+                if grant.transfer == event.transfer and grant.written is None:
                     grant.written = event
 
     def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:

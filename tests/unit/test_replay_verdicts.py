@@ -416,6 +416,46 @@ def test_a_get_that_goes_on_into_blocks_of_a_new_owner_is_poison_of_that_one():
     assert result.findings[1].requests == ("R", "R2")
 
 
+def two_recvs_into_the_same_blocks(*, own_is_over: bool) -> Script:
+    """The blocks of an open recv were given to a request that waits for its own; the older pull is late."""
+    log = Script("decode")
+    for transfer, request in (("x1", "R"), ("x2", "R2")):
+        log.arrives(request)
+        log.steps()
+        log.gives(request, (1, 8))
+        log.recv_registered(
+            transfer=transfer, request=request, generation=1, blocks=((0, ((1, 8),)),), ranks=((0, 0),), timeout_ns=1
+        )
+        log.peers_named(transfer=transfer, request=request, rank=0, peers=("tp0 pp0",))
+        if transfer == "x1":
+            log.request_aborted(request="R", generation=1, was="loading")
+    log.steps(3)
+    pulls = (("x2", "R2"), ("x1", "R")) if own_is_over else (("x1", "R"), ("x2", "R2"))
+    for transfer, request in pulls:
+        with log.rank(0):
+            log.transfer_started(transfer=transfer, rank=0, op="pull", request=request, blocks=((0, ((1, 8),)),))
+        log.passes(0.01)
+        log.pull_ends(transfer, request)
+        log.peer_answers(transfer, request)
+        log.received(transfer, request)
+        log.steps(3)
+    log.request_scheduled(request="R2", generation=1)
+    log.finishes("R2")
+    return log.closes()
+
+
+def test_what_is_pulled_into_blocks_before_their_new_owners_own_pull_is_not_proven_to_stay():
+    early_free, poison = replay(two_recvs_into_the_same_blocks(own_is_over=False).events).findings
+    assert (early_free.kind, early_free.certainty) == ("early_free", "proven")
+    assert (poison.kind, poison.certainty) == ("poison", "suspected")
+    assert "what request R2 itself waited for may have come into the blocks afterwards" in poison.doubt
+
+
+def test_what_is_pulled_into_blocks_after_their_new_owners_own_pull_is_proven_poison():
+    log = two_recvs_into_the_same_blocks(own_is_over=True)
+    assert kinds(replay(log.events)) == ["early_free proven", "poison proven"]
+
+
 def outlived(*, steps: int) -> Script:
     log = Script()
     log.runs("R")
