@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -72,6 +73,60 @@ def test_findings_end_with_1_and_lead_the_report(bad: str, capsys: pytest.Captur
     assert out.startswith("1 finding: leak (proven)\n")
     assert "put #2 of rank 1 raised TimeoutError" in out
     assert "raised TimeoutError" in out
+
+
+def test_a_sealed_file_that_was_changed_ends_with_1_and_the_first_line_names_it(
+    good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sealed = tmp_path / "incident.db"
+    assert cli.run(["seal", good, str(sealed)]) == 0
+    changed(sealed, "UPDATE events SET data = replace(data, 'stopped', 'aborted')")
+    capsys.readouterr()
+    assert cli.run(["replay", str(sealed)]) == 1
+    top = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+    assert re.fullmatch(
+        r"This file was changed after it was sealed: event \d+ is not the one that was sealed\. "
+        r"Nothing else wrong was found\.",
+        top,
+    )
+    assert cli.run(["replay", "--json", str(sealed)]) == 1
+    (log,) = json.loads(capsys.readouterr().out)["story"]["logs"]
+    assert log["broken_seal"] in top
+
+
+@pytest.mark.parametrize("options", [[], ["--check"], ["--json"]])
+def test_a_file_with_which_todays_code_disagrees_ends_with_1_and_the_first_line_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+):
+    log = Script()
+    log.runs("R")
+    log.finishes("R")
+    log.checkpoint(digest="f" * 64)
+    path = log.closes().save(tmp_path / "differs.db")
+    assert cli.run(["replay", *options, str(path)]) == 1
+    out = capsys.readouterr().out
+    if options == ["--json"]:
+        assert json.loads(out)["story"]["logs"][0]["mismatch"]["seq"] == 5
+    else:
+        assert out.startswith("Today's code and this file disagree at event 5. Nothing else wrong was found.\n")
+
+
+def test_a_file_that_was_changed_is_named_before_what_it_shows(
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = Script("other")
+    other.runs("R")
+    other.finishes("R")
+    healthy = str(other.closes().save(tmp_path / "other.db"))
+    sealed = tmp_path / "incident.db"
+    assert cli.run(["seal", bad, str(sealed)]) == 0
+    changed(sealed, "UPDATE events SET data = replace(data, 'TimeoutError', 'OSError')")
+    capsys.readouterr()
+    assert cli.run(["replay", healthy, str(sealed)]) == 1
+    top = " ".join(capsys.readouterr().out.split())
+    assert top.startswith(
+        "incident.db was changed after it was sealed: event 10 is not the one that was sealed. 1 finding: leak"
+    )
 
 
 @pytest.mark.parametrize(
