@@ -377,7 +377,7 @@ def tail(file: Path, number: int, follow: bool) -> int:
         while True:
             live = log.end == "live"  # asked before reading, so that what the engine wrote last is still read
             for place, text in words.lines(log.events(after_seq=after)):
-                write(text + "\n")
+                write(words.escaped(text) + "\n")
                 after = place
             if not follow or not live:
                 return OK

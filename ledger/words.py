@@ -53,6 +53,19 @@ def file(path: Path | str) -> str:
     return str(path).encode(errors="backslashreplace").decode()
 
 
+_STEERING = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {number: f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" for number in _STEERING}
+_ESCAPES.update({ord("\n"): r"\n", ord("\r"): r"\r", ord("\t"): r"\t"})
+
+
+def escaped(text: str) -> str:
+    r"""Return one line of text without what steers a terminal, ends a line or turns its direction.
+
+    Ids come from clients, and names of files from anywhere. Each such character is shown by its number, `\x1b`.
+    """
+    return text.translate(_ESCAPES)
+
+
 def plural(number: int, noun: str, many: str = "") -> str:
     """Return `1 block`, `2 blocks`."""
     return f"{number:,} {noun if number == 1 else many or noun + 's'}"
