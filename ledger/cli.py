@@ -83,11 +83,14 @@ FILE = click.Path(path_type=Path, readable=False)
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(__version__, prog_name="kvledger", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Read the audit logs of vLLM's Mooncake connectors, and say what went wrong.
+    r"""Read the audit logs of vLLM's Mooncake connectors, and say what went wrong.
 
     Exit status: 0 nothing wrong, 1 findings or a file that was changed after it was sealed, 2 wrong usage or output
     that cannot be written, 3 a file cannot be read, 130 interrupted, 141 the reader of the output left early (a status
     that is known by then is kept).
+
+    Text shows control characters in ids and names of files by their numbers, as in \x1b, and of words with more than
+    256 characters the begin and the end. What is printed as data has them whole.
     """
 
 
@@ -377,7 +380,7 @@ def tail(file: Path, number: int, follow: bool) -> int:
         while True:
             live = log.end == "live"  # asked before reading, so that what the engine wrote last is still read
             for place, text in words.lines(log.events(after_seq=after)):
-                write(words.escaped(text) + "\n")
+                write(words.shown(text) + "\n")
                 after = place
             if not follow or not live:
                 return OK

@@ -143,7 +143,7 @@ def _found(case: Case, nothing: str) -> str:
 
 
 def _short(sentence: str) -> str:
-    return textwrap.shorten(sentence, SUMMARY_CHARS, placeholder=" ...")
+    return textwrap.shorten(words.shown(sentence), SUMMARY_CHARS, placeholder=" ...")
 
 
 def _first_steps(incident: Incident, case: Case) -> str:

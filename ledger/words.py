@@ -5,6 +5,7 @@ more than one place.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,6 +65,24 @@ def escaped(text: str) -> str:
     Ids come from clients, and names of files from anywhere. Each such character is shown by its number, `\x1b`.
     """
     return text.translate(_ESCAPES)
+
+
+LONG_WORD = 256
+"""Characters of the longest word that people are shown whole; paths, keys and what vLLM makes up as ids are shorter."""
+
+KEPT_OF_A_WORD = 40
+"""Characters of a longer one that are shown of its begin, and of its end."""
+
+
+def shown(text: str) -> str:
+    """Return one line of text as people are shown it: escaped, and the middle of very long words left out.
+
+    A client may send an id of 10 kB; its begin and its end tell it from others. Data have it whole.
+    """
+    return _LONG_WORD.sub(lambda word: f"{word[0][:KEPT_OF_A_WORD]}...{word[0][-KEPT_OF_A_WORD:]}", escaped(text))
+
+
+_LONG_WORD = re.compile(rf"\S{{{LONG_WORD + 1},}}")
 
 
 def plural(number: int, noun: str, many: str = "") -> str:

@@ -463,6 +463,29 @@ def test_a_control_character_is_shown_by_its_number_and_ends_no_line(
     assert r"request a\x1b[2Jb\nc\x9bd\u202ee queued" in lines[1]
 
 
+@pytest.mark.parametrize("command", [["replay"], ["replay", "--job", "0"], ["tail"], ["state"], ["diff", "1", "6"]])
+def test_a_very_long_id_is_shown_by_its_begin_and_its_end(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = named(f"chat-{'x' * 10_000}-a475bf72").save(tmp_path / "log.db")
+    name, *rest = command
+    cli.run([name, str(path), *rest])
+    out = capsys.readouterr().out
+    assert re.search(r"chat-x{35}\.\.\.x{30,31}-a475bf72", out)
+    assert "x" * 100 not in out
+    if command == ["replay"]:
+        top = " ".join(out.split("\n\n")[0].split())
+        assert re.search(r"job 0 of request chat-x+\.\.\.x+-a475bf72 may hang", top)
+
+
+@pytest.mark.parametrize("command", [["replay", "--json"], ["state", "--json"]])
+def test_data_have_a_very_long_id_whole(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    request = f"chat-{'x' * 10_000}-a475bf72"
+    name, *rest = command
+    cli.run([name, str(named(request).save(tmp_path / "log.db")), *rest])
+    assert request in capsys.readouterr().out
+
+
 def test_on_a_terminal_no_control_character_of_a_log_is_printed_either(tmp_path: Path):
     path = named(f"chat-{CONTROLS}").save(tmp_path / "log-[red]\x1b[2J[/x].db")
     for command in (["replay", str(path)], ["tail", str(path)]):
