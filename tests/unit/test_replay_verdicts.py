@@ -4,8 +4,10 @@ import msgspec
 import pytest
 
 from ledger import events as ev
-from ledger.replay import Result, replay
-from ledger.verdicts import Finding
+from ledger.incidents import grouped
+from ledger.replay import Replay, Result, replay
+from ledger.verdicts import Finding, poison
+from ledger.verdicts.poison import Poison
 from tests.incidents.script import Script
 
 
@@ -351,10 +353,10 @@ def test_a_block_that_goes_to_another_life_of_the_same_request_is_suspected():
     assert "lives of one request" in finding.doubt
 
 
-def caught(log: Script, key: str, block: int, *, removed: bool = True) -> None:
+def caught(log: Script, key: str, block: int, *, removed: bool = True, job: int = 0) -> None:
     with log.rank(0):
         log.poison_caught(
-            rank=0, key=key, group=0, block=block, before="aa", after="bb", removed=removed, request="R", job=0
+            rank=0, key=key, group=0, block=block, before="aa", after="bb", removed=removed, request="R", job=job
         )
 
 
@@ -454,6 +456,65 @@ def test_what_is_pulled_into_blocks_before_their_new_owners_own_pull_is_not_prov
 def test_what_is_pulled_into_blocks_after_their_new_owners_own_pull_is_proven_poison():
     log = two_recvs_into_the_same_blocks(own_is_over=True)
     assert kinds(replay(log.events)) == ["early_free proven", "poison proven"]
+
+
+def poisoned_one_after_the_other(jobs: int, *, caught_too: bool = False) -> Script:
+    log = Script()
+    for job in range(jobs):
+        log.runs(f"R{job}")
+        log.saves(job, f"R{job}", blocks=(5, 6), pins=False)
+        log.steps()
+        log.preempts(f"R{job}")
+        log.arrives(f"N{job}")
+        log.gives(f"N{job}", (5, 6))
+        log.request_scheduled(request=f"N{job}", generation=1)
+        log.steps(2)
+        call = log.put_begins(job, keys=[f"{job}a", f"{job}b"])
+        if caught_too:
+            caught(log, f"{job}a", 5, job=job)
+        log.ends(call)
+        log.reports(job)
+        log.finishes(f"N{job}")
+        log.resumes(f"R{job}")
+        log.finishes(f"R{job}", 2)
+    return log.closes()
+
+
+@pytest.mark.parametrize("caught_too", [False, True])
+def test_poisoned_jobs_that_are_long_over_are_counted_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, *, caught_too: bool
+):
+    monkeypatch.setattr(poison, "KEPT_HITS", 4)
+    log = poisoned_one_after_the_other(10, caught_too=caught_too)
+    replayed = Replay([Poison]).feed(log.events)
+    (verdict,) = replayed.verdicts
+    assert isinstance(verdict, Poison)
+    assert len(verdict.hits) == 4
+    assert len(verdict._tainted) == 8
+    assert not verdict._open
+    assert not verdict._moved
+    *told, rest = replayed.result().findings
+    assert [finding.jobs for finding in told] == [(0,), (1,), (2,), (3,)]
+    assert all(finding.certainty == "proven" for finding in (*told, rest))
+    assert rest.facts["untold"] == {"calls": 6, "proven": 6, "caught": 6 if caught_too else 0}
+    assert rest.title.startswith("6 more calls, from event ")
+    assert "more jobs are concerned than are named" in rest.also
+    assert len(grouped([(0, finding) for finding in (*told, rest)])) == 1
+
+
+def test_blocks_that_were_seen_to_change_are_counted_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(poison, "KEPT_CAUGHT", 3)
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.puts(0, keys="abcdefgh")
+    for place, key in enumerate("abcde"):
+        caught(log, key, 5 + place)
+    log.reports(0, 0, "failed", code="CRC_MISMATCH")
+    log.finishes("R")
+    told, rest = replay(log.closes().events).findings
+    assert "3 keys held other KV than was meant" in told.title
+    assert rest.title == "2 more blocks were seen to change under a put: too many to tell one by one"
 
 
 def outlived(*, steps: int) -> Script:
