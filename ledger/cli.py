@@ -2,9 +2,9 @@
 
 How it is printed, and what is said of an error, is in `ledger.terminal`.
 
-Exit status: 0 nothing wrong, 1 findings, 2 wrong usage or output that cannot be written, 3 a file cannot be read, 130
-interrupted, 141 the reader of the output left before the rest was known. Errors are one line on stderr, and never a
-traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
+Exit status: 0 nothing wrong, 1 findings or a file that was changed after it was sealed, 2 wrong usage or output that
+cannot be written, 3 a file cannot be read, 130 interrupted, 141 the reader of the output left before the rest was
+known. Errors are one line on stderr, and never a traceback; KVLEDGER_TRACEBACK=1 shows it to who develops kvledger.
 """
 
 import contextlib
@@ -96,10 +96,14 @@ FILE = click.Path(path_type=Path, readable=False)
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(__version__, prog_name="kvledger", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Read the audit logs of vLLM's Mooncake connectors, and say what went wrong.
+    r"""Read the audit logs of vLLM's Mooncake connectors, and say what went wrong.
 
-    Exit status: 0 nothing wrong, 1 findings, 2 wrong usage or output that cannot be written, 3 a file cannot be read,
-    130 interrupted, 141 the reader of the output left early (a status that is known by then is kept).
+    Exit status: 0 nothing wrong, 1 findings or a file that was changed after it was sealed, 2 wrong usage or output
+    that cannot be written, 3 a file cannot be read, 130 interrupted, 141 the reader of the output left early (a status
+    that is known by then is kept).
+
+    Text shows control characters in ids and names of files by their numbers, as in \x1b, and of words with more than
+    256 characters the begin and the end. What is printed as data has them whole.
     """
 
 
@@ -110,7 +114,9 @@ def cli() -> None:
 @click.option("--request", help="Only what concerns this request, with its time line.")
 @click.option("--job", type=click.IntRange(0), help="Only what concerns this store job, with its time line.")
 @click.option("--block", type=BlockType(), help="Only what concerns this block, with its time line.")
-@click.option("--check", is_flag=True, help="Compare the fold with each digest that the engine recorded.")
+@click.option(
+    "--check", is_flag=True, help="Say in full how the fold agrees with the digests that the engine recorded."
+)
 def replay(
     files: tuple[Path, ...],
     as_json: bool,
@@ -124,7 +130,9 @@ def replay(
 
     Several FILES are the logs of one incident, e.g. of a prefill and a decode engine.
 
-    Status 0 is for what the log holds: when events were lost, the first line says how many.
+    Status 1 is also for a file that was changed after it was sealed, and for one whose recorded digests today's code
+    does not reach; the first line names both. Status 0 is for what the log holds: when events were lost, the first line
+    says how many.
     """
     from ledger import report, report_data
     from ledger.case import replay_files
@@ -137,8 +145,7 @@ def replay(
         print_json(report_data.data(case))
     else:
         print_lines(report.text(case, check=check, width=width()))
-    differs = check and any(log.result.mismatch is not None for log in case.logs)
-    return FOUND if case.findings or differs else OK
+    return FOUND if case.findings or report.doubts(case) else OK
 
 
 @cli.command()
@@ -387,7 +394,7 @@ def tail(file: Path, number: int, follow: bool) -> int:
         while True:
             live = log.end == "live"  # asked before reading, so that what the engine wrote last is still read
             for place, text in words.lines(log.events(after_seq=after)):
-                write(text + "\n")
+                write(words.shown(text) + "\n")
                 after = place
             if not follow or not live:
                 return OK

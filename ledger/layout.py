@@ -65,7 +65,7 @@ class Page:
     def wrap(self, lead: str, value: str, hanging: int | None = None) -> Iterator[str]:
         """Yield `value` behind `lead`, its further lines indented as far as the lead goes, or as `hanging` says."""
         yield from textwrap.wrap(
-            self.explain(value),
+            self.explain(words.shown(value)),  # before white space is taken for the end of a word
             max(self.width, len(lead) + 10),
             initial_indent=lead,
             subsequent_indent=" " * (len(lead) if hanging is None else hanging),

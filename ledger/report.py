@@ -102,7 +102,26 @@ def _kind(case: Case, incident: Incident) -> str:
 
 
 def headline(case: Case) -> str:
-    """Return the first line: how much was found, the most certain first."""
+    """Return the first line: why the files cannot be believed as they are, if so, and how much was found."""
+    reasons = doubts(case)
+    return " ".join([*(f"{reason}." for reason in reasons), _found(case, "Nothing else" if reasons else "Nothing")])
+
+
+def doubts(case: Case) -> list[str]:
+    """Return why the files cannot be believed as they are: they were changed, or today's code reads them otherwise."""
+    told: list[str] = []
+    for log in case.logs:
+        name = log.path.name if len(case.logs) > 1 else "this file"
+        if log.broken_seal:
+            who = name if len(case.logs) > 1 else "This file"
+            told.append(f"{who} was changed after it was sealed: {log.broken_seal}")
+        if log.result.mismatch is not None:
+            told.append(f"Today's code and {name} disagree at event {log.result.mismatch.seq}")
+    return told
+
+
+def _found(case: Case, nothing: str) -> str:
+    """Return how much was found, the most certain first."""
     about = _interest(case)
     if not case.findings:
         if all(log.empty for log in case.logs):
@@ -114,7 +133,7 @@ def headline(case: Case) -> str:
             )
             return f"Nothing to judge: there is no event before that moment; {begins}."
         lost = lost_events([log.result for log in case.logs])
-        return f"Nothing wrong was found{about}{f' in what is left; lost: {lost}' if lost else ''}."
+        return f"{nothing} wrong was found{about}{f' in what is left; lost: {lost}' if lost else ''}."
     counted = Counter((finding.kind, finding.certainty) for _, finding in case.findings)
     kinds = sorted(counted.items(), key=lambda item: CERTAINTIES.index(item[0][1]))
     told = ", ".join(f"{f'{number} ' if number > 1 else ''}{kind} ({certain})" for (kind, certain), number in kinds)
@@ -124,7 +143,7 @@ def headline(case: Case) -> str:
 
 
 def _short(sentence: str) -> str:
-    return textwrap.shorten(sentence, SUMMARY_CHARS, placeholder=" ...")
+    return textwrap.shorten(words.shown(sentence), SUMMARY_CHARS, placeholder=" ...")
 
 
 def _first_steps(incident: Incident, case: Case) -> str:

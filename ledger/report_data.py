@@ -8,7 +8,7 @@ from typing import Any
 
 from ledger import report_incidents, report_logs, words
 from ledger.blast import BlastRadius
-from ledger.case import Case, LogResult
+from ledger.case import Case
 from ledger.impact import impact
 from ledger.incidents import Incident
 from ledger.replay import Result
@@ -63,10 +63,7 @@ def data(case: Case) -> dict[str, Any]:
                 ]
                 for transfer, steps in case.transfers.items()
             },
-            "logs": [
-                _log_data(log, [n for n, (i, _) in enumerate(case.findings) if i == index])
-                for index, log in enumerate(case.logs)
-            ],
+            "logs": [_log_data(index, case) for index in range(len(case.logs))],
         },
     }
 
@@ -117,7 +114,9 @@ def radius_data(radius: BlastRadius, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _log_data(log: LogResult, findings: Sequence[int]) -> dict[str, Any]:
+def _log_data(index: int, case: Case) -> dict[str, Any]:
+    """Return a log as data; its findings are places in the list of findings."""
+    log = case.logs[index]
     result, story = log.result, log.result.story
     opened = result.opened
     return {
@@ -125,7 +124,7 @@ def _log_data(log: LogResult, findings: Sequence[int]) -> dict[str, Any]:
         "sealed": log.sealed,
         "broken_seal": log.broken_seal or None,
         "minimized_from": log.meta.get("minimized_from"),
-        "findings": list(findings),
+        "findings": [place for place, (of_log, _) in enumerate(case.findings) if of_log == index],
         "engine": opened.engine if opened else None,
         "boot": opened.boot if opened else None,
         "versions": opened.versions if opened else {},
@@ -169,7 +168,7 @@ def _log_data(log: LogResult, findings: Sequence[int]) -> dict[str, Any]:
         },
         "calls": {op: _calls_data(calls) for op, calls in story.calls.items()},
         "failures": [{"code": code, "rank": rank, "number": number} for (code, rank), number in story.failures.items()],
-        "open": list(report_logs.open_items(result, {})),
+        "open": list(report_logs.open_items(result, report_logs.taken_blocks(case, index))),
         "time_line": [words.line(event) for event in log.events_of_interest],
     }
 

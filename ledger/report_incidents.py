@@ -4,6 +4,7 @@ Pure: from results to lines; this file prints nothing.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -28,6 +29,12 @@ MARKED = 2
 """Lines that are marked one by one as placed by clocks; where there are more, one sentence says it of all."""
 
 SHOWN_KEYS = 8
+
+SHOWN_JOBS = 20
+"""Jobs that are written out as options of a command, and runs of jobs that are named where there are more."""
+
+SHOWN_ALIKE = 8
+"""Findings of one kind and certainty beside the cause that are told one by one; of the others, how many there are."""
 
 
 # --- incidents --------------------------------------------------------------------------------------------------------
@@ -60,6 +67,7 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
     ]
     affected = [name for name in suffering if name not in own]
     single = len(case.incidents) == 1
+    told = [case.findings[place][1] for place in _told(incident, case)]
     for label, value in (
         ("Concerns", "; ".join(part for part in concerned if part)),
         (
@@ -68,17 +76,15 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
         ),
         ("Impact", "" if single else f"{impact(incident, case)}."),
         ("Culprit", head.culprit),
-        *(
-            ("Note", note)
-            for _, finding in members(incident, case)
-            for note in finding.notes[: None if finding is head else 2]
-        ),
+        *(("Note", note) for finding in told for note in finding.notes[: None if finding is head else 2]),
         *_certainties(incident, case),
         ("Do next", "" if single else do_next(incident, case)),
     ):
         if value:
             yield from page.row(label, value)
-    yield from _keys(here, page)
+    yield from _keys(
+        [case.findings[place][1] for place in _told(incident, case) if case.findings[place][0] == index], page
+    )
     yield from _evidence(incident, case, page)
 
 
@@ -135,9 +141,14 @@ def _together(steps: dict[tuple[int, str], None]) -> dict[tuple[int, str], None]
             jobs.setdefault(log, []).append(found[1])
     told = {(log, step): None for log, step in steps if not _SAME_FOR_A_JOB.fullmatch(step)}
     for log, numbers in jobs.items():
-        options = " ".join(f"--job {number}" for number in numbers)
-        what = f"job {numbers[0]}" if len(numbers) == 1 else f"jobs {', '.join(numbers)}"
-        told[log, f"The same for the keys of {what}: add `{options}` there."] = None
+        options = " ".join(f"--job {number}" for number in numbers[:SHOWN_JOBS])
+        if len(numbers) > SHOWN_JOBS:
+            which = words.ranges(to_ranges(sorted(map(int, numbers))), SHOWN_JOBS)
+            what, add = f"the {len(numbers):,} jobs {which}", f"add `{options}` and so on there, a --job for each."
+        else:
+            what = f"job {numbers[0]}" if len(numbers) == 1 else f"jobs {', '.join(numbers)}"
+            add = f"add `{options}` there."
+        told[log, f"The same for the keys of {what}: {add}"] = None
     return told
 
 
@@ -150,7 +161,8 @@ def members(incident: Incident, case: Case) -> list[tuple[int, Finding]]:
 def _consequences(incident: Incident, case: Case, page: Page) -> Iterator[str]:
     """Yield the other findings of an incident, in short."""
     index, head = case.findings[incident.head]
-    for place in incident.members:
+    told = _told(incident, case)
+    for place in sorted(told):
         log, finding = case.findings[place]
         if place == incident.head:
             continue
@@ -159,15 +171,36 @@ def _consequences(incident: Incident, case: Case, page: Page) -> Iterator[str]:
         later = log == index and finding.kind != "torn_log" and finding.since_seq > (head.lead_seq or head.since_seq)
         label = "Also" if alike else "Before" if place < incident.head else "Then" if later else "Beside"
         where = f" (in {case.logs[log].path.name})" if log != index else ""
-        told = finding.brief or finding.title
-        yield from page.row(label, f"{finding.kind.upper()} ({finding.certainty}): {told}{where}")
+        in_short = finding.brief or finding.title
+        yield from page.row(label, f"{finding.kind.upper()} ({finding.certainty}): {in_short}{where}")
+    left = Counter(_sort(case.findings[place][1]) for place in set(incident.members).difference(told))
+    if left:
+        sorts = ", ".join(f"{number:,} {kind} ({certainty})" for (kind, certainty), number in left.items())
+        yield from page.row("Also", f"{sorts}, which are not told one by one here; --json names all")
+
+
+def _told(incident: Incident, case: Case) -> list[int]:
+    """Return the places of the findings that are told one by one, the cause first."""
+    counted: Counter[tuple[str, str]] = Counter()
+    told = [incident.head]
+    for place in incident.members:
+        finding = case.findings[place][1]
+        if place != incident.head and (counted[_sort(finding)] < SHOWN_ALIKE or "untold" in finding.facts):
+            counted[_sort(finding)] += 1
+            told.append(place)
+    return told
+
+
+def _sort(finding: Finding) -> tuple[str, str]:
+    return finding.kind, finding.certainty
 
 
 def _certainties(incident: Incident, case: Case) -> Iterator[tuple[str, str]]:
     """Yield what is shown and what is concluded, of the cause and of the rest where it says so."""
     head = case.findings[incident.head][1]
     told: set[str] = set()
-    for _, finding in members(incident, case):
+    for place in _told(incident, case):
+        finding = case.findings[place][1]
         if finding.kind == "torn_log" and finding is not head:
             continue  # its end is told with its log
         name = "" if finding is head else f"{finding.kind.upper()}: "

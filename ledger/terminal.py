@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import click
 
+from ledger import words
 from ledger.case import Progress
 from ledger.errors import LedgerError, LedgerFileError
 
@@ -59,7 +60,7 @@ _NOT_TAKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 def complain(message: str, status: int) -> int:
     """Write one line to stderr, whatever the message holds, and return the status."""
-    line = " ".join(message.split())
+    line = words.escaped(" ".join(message.split()))
     return tell(f"kvledger: {line}", status)
 
 
@@ -104,7 +105,7 @@ def reader_may_leave() -> Generator[None]:
 
 
 def write(text: str) -> None:
-    """Write a part of an answer to stdout."""
+    """Write a part of an answer to stdout, as it is: what people are to read is escaped before."""
     sys.stdout.write(text)
 
 
@@ -123,17 +124,17 @@ def width() -> int:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print a report: headings stand out on a terminal, and are plain text everywhere else."""
+    """Print a report, a line each: headings stand out on a terminal, and are plain text everywhere else."""
     if not sys.stdout.isatty():
         with reader_may_leave():
             for line in lines:
-                write(line + "\n")
+                write(words.escaped(line) + "\n")
         return
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line in lines:
-        console.print(line, style="bold" if line and not line.startswith(" ") else None)
+        console.print(words.escaped(line), style="bold" if line and not line.startswith(" ") else None)
 
 
 def print_json(data: Any) -> None:
@@ -150,6 +151,7 @@ def progress_bar() -> Generator[Progress | None]:
         yield None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
@@ -157,7 +159,7 @@ def progress_bar() -> Generator[Progress | None]:
 
         def advance(path: Path, done: int, total: int) -> None:
             if path not in tasks:
-                tasks[path] = bar.add_task(path.name, total=total or None)
+                tasks[path] = bar.add_task(escape(words.escaped(path.name)), total=total or None)
             bar.update(tasks[path], completed=done)
 
         yield advance

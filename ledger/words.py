@@ -5,6 +5,7 @@ more than one place.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,6 +68,37 @@ def size(number_bytes: int) -> str:
 def file(path: Path | str) -> str:
     """Return a file's name or path as text that every encoding takes: a name may be bytes that are no UTF-8."""
     return str(path).encode(errors="backslashreplace").decode()
+
+
+_STEERING = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {number: f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" for number in _STEERING}
+_ESCAPES.update({ord("\n"): r"\n", ord("\r"): r"\r", ord("\t"): r"\t"})
+
+
+def escaped(text: str) -> str:
+    r"""Return one line of text without what steers a terminal, ends a line or turns its direction.
+
+    Ids come from clients, and names of files from anywhere. Each such character is shown by its number, `\x1b`.
+    """
+    return text.translate(_ESCAPES)
+
+
+LONG_WORD = 256
+"""Characters of the longest word that people are shown whole; paths, keys and what vLLM makes up as ids are shorter."""
+
+KEPT_OF_A_WORD = 40
+"""Characters of a longer one that are shown of its begin, and of its end."""
+
+
+def shown(text: str) -> str:
+    """Return one line of text as people are shown it: escaped, and the middle of very long words left out.
+
+    A client may send an id of 10 kB; its begin and its end tell it from others. Data have it whole.
+    """
+    return _LONG_WORD.sub(lambda word: f"{word[0][:KEPT_OF_A_WORD]}...{word[0][-KEPT_OF_A_WORD:]}", escaped(text))
+
+
+_LONG_WORD = re.compile(rf"\S{{{LONG_WORD + 1},}}")
 
 
 def plural(number: int, noun: str, many: str = "") -> str:

@@ -10,8 +10,12 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import of_pairs
+from ledger.verdicts import Finding
 
 Block = tuple[int, int]
+
+GIVEN_AWAY = "the blocks of a job were given away"
+"""The cause of all findings about jobs: in one log they are one incident."""
 
 
 class Work(msgspec.Struct):
@@ -41,8 +45,9 @@ class Grant(msgspec.Struct):
     Attributes:
         works: the work that was open then, by what its calls are found by.
         written: the event from whose step on the new owner has written into the block; None if it may not have. A
-            request that is scheduled writes in the step in which it gets the block. One that loads does when the load
-            has ended well, or when it runs.
+            request that is scheduled writes in the step in which it gets the block. One that loads or receives has
+            written when that has ended well, or when it runs.
+        load, transfer: by which load or recv the new owner fills the blocks; -1 and empty if by none.
         lost_by: why the old owner lost its blocks, as far as it is remembered: it was preempted, finished or aborted.
         ran: the first run of the new owner that is known, with these blocks.
     """
@@ -53,6 +58,7 @@ class Grant(msgspec.Struct):
     works: dict[tuple[str, int | str], Work]
     written: ev.Event | None = None
     load: int = -1
+    transfer: str = ""
     lost_by: ev.Event | None = None
     ran: ev.Event | None = None
 
@@ -70,6 +76,11 @@ class Hit(msgspec.Struct):
     caught: list[ev.PoisonCaught] = []
     answers: list[ev.PeerSettled] = []
     """What the peers of a transfer answered after the block was given away."""
+
+    @property
+    def judged_seq(self) -> int:
+        """The event at which it was found: its own begin, or the grant under it."""
+        return max(self.started.seq, self.grant.event.seq)
 
     @property
     def proven(self) -> bool:
@@ -104,6 +115,78 @@ class Hit(msgspec.Struct):
         if self.started.op != "put" or (self.finished is not None and self.finished.outcome in ("failed", "raised")):
             return []
         return [key for key in self.keys if key not in self.failed_keys]
+
+
+class Untold(msgspec.Struct):
+    """What is counted and not told one by one.
+
+    Attributes:
+        calls: calls that touched blocks of another owner.
+        proven: how many of them are proven to have done so after the other had written.
+        first, last: the first and the last of them.
+        caught: blocks that a worker has seen change.
+        first_caught: the first of them.
+    """
+
+    calls: int = 0
+    proven: int = 0
+    first: Hit | None = None
+    last: Hit | None = None
+    caught: int = 0
+    first_caught: ev.PoisonCaught | None = None
+
+    def add(self, hit: Hit) -> None:
+        """Count a call that has ended."""
+        self.calls += 1
+        self.proven += hit.proven
+        self.first = self.first or hit
+        self.last = hit
+
+    def add_caught(self, event: ev.PoisonCaught) -> None:
+        """Count a block that was seen to change."""
+        self.caught += 1
+        self.first_caught = self.first_caught or event
+
+
+def untold_finding(untold: Untold) -> Finding:
+    """Return the finding for all that is not told one by one."""
+    first, last = untold.first, untold.last
+    told: list[str] = []
+    if first is not None and last is not None:
+        some = 0 < untold.proven < untold.calls
+        did = "touched" if untold.proven == untold.calls else "may have touched"
+        told.append(
+            f"{words.plural(untold.calls, 'more call')}, from event {first.started.seq} for {first.work.name} to event "
+            f"{last.started.seq} for {last.work.name}, {did} blocks after they had been given away"
+            f"{f', and {untold.proven:,} of them did' if some else ''}"
+        )
+    if untold.caught:
+        changed = words.plural(untold.caught, "more block")
+        told.append(f"{changed} {'was' if untold.caught == 1 else 'were'} seen to change under a put")
+    calls = [hit for hit in (first, last) if hit is not None]
+    events = [event for hit in calls for event in (hit.grant.event, hit.started, hit.finished)]
+    chain = {event.seq: event for event in (*events, untold.first_caught) if event is not None}
+    proven = untold.proven > 0 or untold.caught > 0
+    advice = "Do not trust the output of whoever got blocks since then, and reset the prefix cache."
+    if untold.caught or any(hit.work.job >= 0 for hit in calls):
+        advice = (
+            f"Take every key that was stored from event {min(chain)} on for wrong: more jobs are concerned than are "
+            "named. A new cache_prefix is the safe way."
+        )
+    return Finding(
+        kind="poison",
+        certainty="proven" if proven else "suspected",
+        title=f"{'; '.join(told)}: too many to tell one by one",
+        since_seq=min(chain),
+        culprit="the same as of those that are told one by one",
+        advice=advice,
+        also=advice,
+        cause=GIVEN_AWAY if first is not None and first.work.job >= 0 else "",
+        lead_seq=min(chain),
+        doubt="" if proven else "none of them is proven by itself; only the bytes would tell",
+        chain=tuple(chain[seq] for seq in sorted(chain)),
+        facts={"untold": {"calls": untold.calls, "proven": untold.proven, "caught": untold.caught}},
+    )
 
 
 def culprit_of(work: Work) -> str:
@@ -146,6 +229,11 @@ def doubt_of(hit: Hit) -> str:
         return (
             "the call was open when the block was given away, and may have moved its bytes before; only the bytes "
             "would tell"
+        )
+    if hit.grant.load >= 0 or hit.grant.transfer:
+        return (
+            f"what request {hit.grant.event.request} itself waited for may have come into the blocks afterwards; only "
+            "the bytes would tell"
         )
     return "the order of the call and of the new owner's first forward pass is not recorded; only the bytes would tell"
 

@@ -11,7 +11,10 @@ depends on what orders the two, because a worker's evidence comes in late:
     proven      the call began after the worker had been told of a step later than the one that gave the block away: the
                 new owner's first forward pass lay between
     suspected   the call was open when the block was given away, or the order of the two within a step is not recorded,
-                or both owners are lives of the same request, whose KV may be the same
+                or the new owner's own load or recv may have written the block afterwards, or both owners are lives of
+                the same request, whose KV may be the same
+
+The first 2,000 calls are told one by one. Of further ones a finding says how many there are, and from where to where.
 """
 
 from collections.abc import Iterable
@@ -25,8 +28,10 @@ from ledger.trail import Chain, End, Trail
 from ledger.transfers import Recv, Send
 from ledger.verdicts import Finding, Verdict
 from ledger.verdicts._poison import (
+    GIVEN_AWAY,
     Grant,
     Hit,
+    Untold,
     Work,
     advice_for,
     culprit_of,
@@ -34,6 +39,7 @@ from ledger.verdicts._poison import (
     impact_of,
     shown_by,
     time_line,
+    untold_finding,
 )
 
 Call = tuple[str, int, str]
@@ -48,15 +54,19 @@ KEPT_LOADERS = 500
 
 KEPT_ANSWERS = 4
 
-KEPT_CAUGHT = 500
-"""Blocks of a job that a worker has seen change, and that are kept."""
+KEPT_HITS = 2000
+"""Calls that touched blocks of another owner, and are told one by one; further ones are counted."""
+
+KEPT_CAUGHT = 2000
+"""Blocks that a worker has seen change, and that are told one by one; further ones are counted."""
 
 
 class Poison(Verdict):
     """Blocks that were read or written under a new owner.
 
     Attributes:
-        hits: every call that touched blocks of another owner.
+        hits: the calls that touched blocks of another owner and have ended, as far as they are told one by one.
+        untold: the others.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("poison",)
@@ -64,6 +74,7 @@ class Poison(Verdict):
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self.hits: list[Hit] = []
+        self.untold = Untold()
         self._grants: list[Grant] = []
         self._ends: list[ev.Event] = []
         self._open: dict[Call, list[Hit]] = {}
@@ -73,6 +84,7 @@ class Poison(Verdict):
         self._loading: dict[Call, list[ev.TransferFinished]] = {}
         self._loader_count = 0
         self._caught: dict[tuple[int, int], list[ev.PoisonCaught]] = {}
+        self._caught_count = 0
 
     # --- who owned what ---------------------------------------------------------------------------------------------
 
@@ -181,6 +193,27 @@ class Poison(Verdict):
                 if grant.load == event.load and grant.written is None:
                     grant.written = event
 
+    def on_recv_registered(self, event: ev.RecvRegistered) -> None:
+        """A request that waits for a transfer does not run: its blocks are written by the transfer."""
+        if not event.blocks:
+            return
+        life = self.trail.requests.get(event.request)
+        since_seq = life[0].seq if life else 0
+        for grant in self._grants:
+            given = grant.event
+            is_its_own = (given.request, given.generation) == (event.request, event.generation)
+            if is_its_own and given.seq > since_seq and grant.ran is None:
+                grant.written = None
+                if grant.numbers.issubset(numbers(event.blocks)):
+                    grant.transfer = event.transfer
+
+    def on_recv_settled(self, event: ev.RecvSettled) -> None:
+        """A transfer that ended well has written its blocks."""
+        if event.outcome == "loaded":
+            for grant in self._grants:
+                if grant.transfer == event.transfer and grant.written is None:
+                    grant.written = event
+
     def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
         for grant in self._grants:
             if grant.event.request == event.request:
@@ -216,11 +249,32 @@ class Poison(Verdict):
         for hit in self._open.pop((event.transfer, event.rank, event.peer), ()):
             hit.finished = event
             hit.failed_keys = frozenset(failure.key for failure in event.failures)
-            if not hit.open_after:
-                self.hits.remove(hit)  # it had ended before, and its evidence came in late
+            told = hit.open_after  # else it had ended before, and its evidence came in late
+            if told and len(self.hits) < KEPT_HITS:
+                self.hits.append(hit)
+            elif told:
+                self._leave_out(hit)
+                told = False
+            tainted = set(hit.tainted_keys()) if told else ()
             for key in hit.keys:
-                if self._tainted.get(key) is hit and key not in hit.tainted_keys():
+                if self._tainted.get(key) is hit and key not in tainted:
                     del self._tainted[key]
+
+    def _leave_out(self, hit: Hit) -> None:
+        """Count a call that is not told one by one, and forget it."""
+        self.untold.add(hit)
+        transfer = hit.work.transfer
+        left = [each for each in self._moved.pop(transfer, ()) if each is not hit]
+        if left:
+            self._moved[transfer] = left
+        others: list[ev.PoisonCaught] = []
+        for event in self._caught.pop((hit.work.job, hit.started.rank), ()):
+            if event.key in hit.keys:
+                self.untold.add_caught(event)
+            else:
+                others.append(event)
+        if others:
+            self._caught[hit.work.job, hit.started.rank] = others
 
     def on_peer_settled(self, event: ev.PeerSettled) -> None:
         """Keep what a peer answers after the blocks of its transfer were given away."""
@@ -230,9 +284,11 @@ class Poison(Verdict):
 
     def on_poison_caught(self, event: ev.PoisonCaught) -> None:
         """Keep what a worker has seen change under its put."""
-        known = self._caught.setdefault((event.job, event.rank), [])
-        if len(known) < KEPT_CAUGHT:
-            known.append(event)
+        if self._caught_count >= KEPT_CAUGHT or self.untold.calls:
+            self.untold.add_caught(event)
+            return
+        self._caught_count += 1
+        self._caught.setdefault((event.job, event.rank), []).append(event)
 
     def _judge(self, started: ev.TransferStarted, grant: Grant, work: Work) -> None:
         order = list(expand(started.blocks))
@@ -248,7 +304,6 @@ class Poison(Verdict):
             grant.ran = grant.ran or self._ran_in_step(grant)
         keys = tuple(started.keys[index] for index in touched if index < len(started.keys))
         hit = Hit(started, grant, work, tuple(order[index] for index in touched), keys)
-        self.hits.append(hit)
         if work.transfer:
             self._moved.setdefault(work.transfer, []).append(hit)
         self._open.setdefault(call, []).append(hit)
@@ -286,10 +341,11 @@ class Poison(Verdict):
     # --- what was found ---------------------------------------------------------------------------------------------
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return one finding for each job, load or recv."""
+        """Return one finding for each job, load or recv, and one for all that is not told one by one."""
         works: dict[str, list[Hit]] = {}
         caught = {key: list(events) for key, events in self._caught.items()}
-        for hit in self.hits:
+        still_open = (hit for hits in self._open.values() for hit in hits)
+        for hit in sorted((*self.hits, *still_open), key=lambda hit: hit.judged_seq):
             seen = caught.get((hit.work.job, hit.started.rank), [])
             hit.caught = [event for event in seen if event.key in hit.keys]
             for event in hit.caught:
@@ -300,6 +356,8 @@ class Poison(Verdict):
         for (job, rank), events in caught.items():
             if events:
                 yield self._changed(job, rank, events)
+        if self.untold.calls or self.untold.caught:
+            yield untold_finding(self.untold)
 
     def _finding(self, hits: list[Hit]) -> Finding:
         proven = [hit for hit in hits if hit.proven]
@@ -354,7 +412,7 @@ class Poison(Verdict):
             culprit=culprit_of(work),
             advice=advice_for(work, keys),
             also=f"The same for the keys of job {work.job}." if keys else "",
-            cause="the blocks of a job were given away" if work.job >= 0 else "",
+            cause=GIVEN_AWAY if work.job >= 0 else "",
             suffering=tuple(name for name in dict.fromkeys([*owners, *loaders]) if name != work.request),
             loads=(work.load,) if work.load >= 0 else (),
             shown="" if proven else shown_by(first),

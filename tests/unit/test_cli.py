@@ -1,12 +1,16 @@
 """The command line: what it prints, and which status it ends with. Errors are one line, and never a traceback."""
 
+import contextlib
 import errno
 import json
 import os
+import pty
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
+import unicodedata
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -72,6 +76,60 @@ def test_findings_end_with_1_and_lead_the_report(bad: str, capsys: pytest.Captur
     assert out.startswith("1 finding: leak (proven)\n")
     assert "put #2 of rank 1 raised TimeoutError" in out
     assert "raised TimeoutError" in out
+
+
+def test_a_sealed_file_that_was_changed_ends_with_1_and_the_first_line_names_it(
+    good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sealed = tmp_path / "incident.db"
+    assert cli.run(["seal", good, str(sealed)]) == 0
+    changed(sealed, "UPDATE events SET data = replace(data, 'stopped', 'aborted')")
+    capsys.readouterr()
+    assert cli.run(["replay", str(sealed)]) == 1
+    top = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+    assert re.fullmatch(
+        r"This file was changed after it was sealed: event \d+ is not the one that was sealed\. "
+        r"Nothing else wrong was found\.",
+        top,
+    )
+    assert cli.run(["replay", "--json", str(sealed)]) == 1
+    (log,) = json.loads(capsys.readouterr().out)["story"]["logs"]
+    assert log["broken_seal"] in top
+
+
+@pytest.mark.parametrize("options", [[], ["--check"], ["--json"]])
+def test_a_file_with_which_todays_code_disagrees_ends_with_1_and_the_first_line_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+):
+    log = Script()
+    log.runs("R")
+    log.finishes("R")
+    log.checkpoint(digest="f" * 64)
+    path = log.closes().save(tmp_path / "differs.db")
+    assert cli.run(["replay", *options, str(path)]) == 1
+    out = capsys.readouterr().out
+    if options == ["--json"]:
+        assert json.loads(out)["story"]["logs"][0]["mismatch"]["seq"] == 5
+    else:
+        assert out.startswith("Today's code and this file disagree at event 5. Nothing else wrong was found.\n")
+
+
+def test_a_file_that_was_changed_is_named_before_what_it_shows(
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = Script("other")
+    other.runs("R")
+    other.finishes("R")
+    healthy = str(other.closes().save(tmp_path / "other.db"))
+    sealed = tmp_path / "incident.db"
+    assert cli.run(["seal", bad, str(sealed)]) == 0
+    changed(sealed, "UPDATE events SET data = replace(data, 'TimeoutError', 'OSError')")
+    capsys.readouterr()
+    assert cli.run(["replay", healthy, str(sealed)]) == 1
+    top = " ".join(capsys.readouterr().out.split())
+    assert top.startswith(
+        "incident.db was changed after it was sealed: event 10 is not the one that was sealed. 1 finding: leak"
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,6 +383,113 @@ def test_check_names_the_first_event_at_which_file_and_code_disagree(
 def test_check_of_a_file_that_agrees_says_how_much_was_compared(good: str, capsys: pytest.CaptureFixture[str]):
     assert cli.run(["replay", "--check", good]) == 0
     assert "good.db: its 1 checkpoint" in capsys.readouterr().out
+
+
+# --- what a client may have written -----------------------------------------------------------------------------------
+
+CONTROLS = "\x1b]0;owned\x07\x1b[2J\x7f\x9b31m\u202egnp\u2066\n       9  00:00:00.000  log closed: shutdown\r\t\u2028"
+
+
+def on_a_terminal(arguments: list[str]) -> bytes:
+    """What a terminal gets of a command."""
+    terminal, end = pty.openpty()
+    with subprocess.Popen([*COMMAND, *arguments], stdout=end, stderr=end, stdin=end, env=ENVIRONMENT) as process:
+        os.close(end)
+        said = b""
+        with contextlib.suppress(OSError):  # it has hung up
+            while part := os.read(terminal, 65536):
+                said += part
+        process.wait(60)
+    os.close(terminal)
+    assert process.returncode in (0, 1), said
+    return said
+
+
+def named(request: str) -> Script:
+    log = Script(ranks=2)
+    log.runs(request)
+    log.saves(0, request, blocks=(5, 12))
+    log.put_begins(0, 1, keys="abcdefgh")
+    log.passes(100, steps=500)
+    log.arrives("other")
+    return log
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["replay", "FILE"],
+        ["replay", "FILE", "--request", "ID"],
+        ["replay", "FILE", "--job", "0"],
+        ["tail", "FILE"],
+        ["state", "FILE"],
+        ["why", "FILE", "ID"],
+        ["why", "FILE", "ID-mistyped"],
+        ["blame", "FILE", "0:5"],
+        ["diff", "FILE", "1", "6"],
+        ["blast-radius", "FILE", "--job", "0"],
+        ["seal", "FILE", "NEW"],
+        ["verify", "FILE"],
+        ["minimize", "FILE", "--finding", "stall", "-o", "NEW"],
+        ["minimize", "FILE", "--finding", "leak", "-o", "NEW"],
+        ["replay", "NEW"],
+    ],
+)
+@pytest.mark.parametrize("width", [80, 40])
+def test_no_control_character_of_a_log_or_a_file_name_is_printed(
+    command: list[str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = {
+        "FILE": str(named(f"chat-{CONTROLS}").save(tmp_path / "log-\x1b[31m\n.db")),
+        "NEW": str(tmp_path / "new-\x1b[31m\n.db"),
+        "ID": f"chat-{CONTROLS}",
+        "ID-mistyped": f"chut-{CONTROLS}",
+    }
+    cli.run([words.get(word, word) for word in command])
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert said
+    assert [each for each in said if each != "\n" and unicodedata.category(each) in ("Cc", "Cf", "Zl", "Zp")] == []
+
+
+def test_a_control_character_is_shown_by_its_number_and_ends_no_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log = named("a\x1b[2Jb\nc\x9bd\u202ee")
+    cli.run(["tail", str(log.save(tmp_path / "log.db"))])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(log.events)
+    assert r"request a\x1b[2Jb\nc\x9bd\u202ee queued" in lines[1]
+
+
+@pytest.mark.parametrize("command", [["replay"], ["replay", "--job", "0"], ["tail"], ["state"], ["diff", "1", "6"]])
+def test_a_very_long_id_is_shown_by_its_begin_and_its_end(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = named(f"chat-{'x' * 10_000}-a475bf72").save(tmp_path / "log.db")
+    name, *rest = command
+    cli.run([name, str(path), *rest])
+    out = capsys.readouterr().out
+    assert re.search(r"chat-x{35}\.\.\.x{30,31}-a475bf72", out)
+    assert "x" * 100 not in out
+    if command == ["replay"]:
+        top = " ".join(out.split("\n\n")[0].split())
+        assert re.search(r"job 0 of request chat-x+\.\.\.x+-a475bf72 may hang", top)
+
+
+@pytest.mark.parametrize("command", [["replay", "--json"], ["state", "--json"]])
+def test_data_have_a_very_long_id_whole(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    request = f"chat-{'x' * 10_000}-a475bf72"
+    name, *rest = command
+    cli.run([name, str(named(request).save(tmp_path / "log.db")), *rest])
+    assert request in capsys.readouterr().out
+
+
+def test_on_a_terminal_no_control_character_of_a_log_is_printed_either(tmp_path: Path):
+    path = named(f"chat-{CONTROLS}").save(tmp_path / "log-[red]\x1b[2J[/x].db")
+    for command in (["replay", str(path)], ["tail", str(path)]):
+        assert b"\x1b[2J" not in on_a_terminal(command)
 
 
 # --- the others -------------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from ledger import events as ev
-from ledger.replay import Result, replay
+from ledger.incidents import grouped
+from ledger.replay import Replay, Result, replay
 from ledger.trail import KEPT_OVER
-from ledger.verdicts import Finding
+from ledger.verdicts import Finding, poison
+from ledger.verdicts.poison import Poison
 from tests.incidents.script import Script
 
 
@@ -457,10 +459,10 @@ def test_a_block_that_goes_to_another_life_of_the_same_request_is_suspected():
     assert "lives of one request" in finding.doubt
 
 
-def caught(log: Script, key: str, block: int, *, removed: bool = True) -> None:
+def caught(log: Script, key: str, block: int, *, removed: bool = True, job: int = 0) -> None:
     with log.rank(0):
         log.poison_caught(
-            rank=0, key=key, group=0, block=block, before="aa", after="bb", removed=removed, request="R", job=0
+            rank=0, key=key, group=0, block=block, before="aa", after="bb", removed=removed, request="R", job=job
         )
 
 
@@ -520,6 +522,105 @@ def test_a_get_that_goes_on_into_blocks_of_a_new_owner_is_poison_of_that_one():
     result = replay(log.events, "live")
     assert kinds(result) == ["early_free proven", "poison suspected"]
     assert result.findings[1].requests == ("R", "R2")
+
+
+def two_recvs_into_the_same_blocks(*, own_is_over: bool) -> Script:
+    """The blocks of an open recv were given to a request that waits for its own; the older pull is late."""
+    log = Script("decode")
+    for transfer, request in (("x1", "R"), ("x2", "R2")):
+        log.arrives(request)
+        log.steps()
+        log.gives(request, (1, 8))
+        log.recv_registered(
+            transfer=transfer, request=request, generation=1, blocks=((0, ((1, 8),)),), ranks=((0, 0),), timeout_ns=1
+        )
+        log.peers_named(transfer=transfer, request=request, rank=0, peers=("tp0 pp0",))
+        if transfer == "x1":
+            log.request_aborted(request="R", generation=1, was="loading")
+    log.steps(3)
+    pulls = (("x2", "R2"), ("x1", "R")) if own_is_over else (("x1", "R"), ("x2", "R2"))
+    for transfer, request in pulls:
+        with log.rank(0):
+            log.transfer_started(transfer=transfer, rank=0, op="pull", request=request, blocks=((0, ((1, 8),)),))
+        log.passes(0.01)
+        log.pull_ends(transfer, request)
+        log.peer_answers(transfer, request)
+        log.received(transfer, request)
+        log.steps(3)
+    log.request_scheduled(request="R2", generation=1)
+    log.finishes("R2")
+    return log.closes()
+
+
+def test_what_is_pulled_into_blocks_before_their_new_owners_own_pull_is_not_proven_to_stay():
+    early_free, poison = replay(two_recvs_into_the_same_blocks(own_is_over=False).events).findings
+    assert (early_free.kind, early_free.certainty) == ("early_free", "proven")
+    assert (poison.kind, poison.certainty) == ("poison", "suspected")
+    assert "what request R2 itself waited for may have come into the blocks afterwards" in poison.doubt
+
+
+def test_what_is_pulled_into_blocks_after_their_new_owners_own_pull_is_proven_poison():
+    log = two_recvs_into_the_same_blocks(own_is_over=True)
+    assert kinds(replay(log.events)) == ["early_free proven", "poison proven"]
+
+
+def poisoned_one_after_the_other(jobs: int, *, caught_too: bool = False) -> Script:
+    log = Script()
+    for job in range(jobs):
+        log.runs(f"R{job}")
+        log.saves(job, f"R{job}", blocks=(5, 6), pins=False)
+        log.steps()
+        log.preempts(f"R{job}")
+        log.arrives(f"N{job}")
+        log.gives(f"N{job}", (5, 6))
+        log.request_scheduled(request=f"N{job}", generation=1)
+        log.steps(2)
+        call = log.put_begins(job, keys=[f"{job}a", f"{job}b"])
+        if caught_too:
+            caught(log, f"{job}a", 5, job=job)
+        log.ends(call)
+        log.reports(job)
+        log.finishes(f"N{job}")
+        log.resumes(f"R{job}")
+        log.finishes(f"R{job}", 2)
+    return log.closes()
+
+
+@pytest.mark.parametrize("caught_too", [False, True])
+def test_poisoned_jobs_that_are_long_over_are_counted_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, *, caught_too: bool
+):
+    monkeypatch.setattr(poison, "KEPT_HITS", 4)
+    log = poisoned_one_after_the_other(10, caught_too=caught_too)
+    replayed = Replay([Poison]).feed(log.events)
+    (verdict,) = replayed.verdicts
+    assert isinstance(verdict, Poison)
+    assert len(verdict.hits) == 4
+    assert len(verdict._tainted) == 8
+    assert not verdict._open
+    assert not verdict._moved
+    *told, rest = replayed.result().findings
+    assert [finding.jobs for finding in told] == [(0,), (1,), (2,), (3,)]
+    assert all(finding.certainty == "proven" for finding in (*told, rest))
+    assert rest.facts["untold"] == {"calls": 6, "proven": 6, "caught": 6 if caught_too else 0}
+    assert rest.title.startswith("6 more calls, from event ")
+    assert "more jobs are concerned than are named" in rest.also
+    assert len(grouped([(0, finding) for finding in (*told, rest)])) == 1
+
+
+def test_blocks_that_were_seen_to_change_are_counted_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(poison, "KEPT_CAUGHT", 3)
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.puts(0, keys="abcdefgh")
+    for place, key in enumerate("abcde"):
+        caught(log, key, 5 + place)
+    log.reports(0, 0, "failed", code="CRC_MISMATCH")
+    log.finishes("R")
+    told, rest = replay(log.closes().events).findings
+    assert "3 keys held other KV than was meant" in told.title
+    assert rest.title == "2 more blocks were seen to change under a put: too many to tell one by one"
 
 
 def outlived(*, steps: int) -> Script:
