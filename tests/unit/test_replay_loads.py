@@ -1,0 +1,103 @@
+"""What the verdicts say of loads: whether a failure was swallowed, why a key is gone, how much of it is counted."""
+
+import msgspec
+import pytest
+
+from ledger import events as ev
+from ledger.replay import Result, replay
+from ledger.verdicts import Finding
+from tests.incidents.script import Script
+
+KEYS = [f"k{number}" for number in range(8)]
+
+
+def only(result: Result) -> Finding:
+    (finding,) = result.findings
+    return finding
+
+
+def kinds(result: Result) -> list[str]:
+    return [f"{finding.kind} {finding.certainty}" for finding in result.findings]
+
+
+def moved(events: list[ev.AnyEvent], which: list[ev.AnyEvent], after: type[ev.Event]) -> list[ev.AnyEvent]:
+    """The same log, into which evidence came later: right behind the first event of a kind."""
+    told: list[ev.AnyEvent] = []
+    for event in events:
+        if event not in which:
+            told.append(event)
+        if isinstance(event, after):
+            told += which
+    return [msgspec.structs.replace(event, seq=seq) for seq, event in enumerate(told, 1)]
+
+
+# --- a failure that was swallowed, and one that was made good ---------------------------------------------------------
+
+
+def answered_well(*second: str) -> Script:
+    """A rank's first get fails; further ones end as they are named, and the rank says that all was loaded."""
+    log = Script()
+    log.arrives("Q")
+    log.loads(0, "Q", blocks=(11, 18))
+    for outcome in ("failed", *second):
+        call = log.get_begins(0, keys=KEYS)
+        log.passes(0.01)
+        if outcome == "failed":
+            log.ends(call, "failed", code="TRANSFER_FAILED", raw="-800")
+        elif outcome == "ok":
+            log.ends(call)
+    log.answers(0, retries=len(second))
+    log.steps()
+    log.request_scheduled(request="Q", generation=1)
+    log.passes(2, steps=100)
+    log.finishes("Q")
+    return log
+
+
+def calls(log: Script) -> list[ev.AnyEvent]:
+    return [event for event in log.events if isinstance(event, ev.TransferStarted | ev.TransferFinished)]
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_evidence_of_a_second_get_that_comes_after_the_load_has_settled_clears_the_first(late: int):
+    log = answered_well("ok").closes()
+    events = moved(log.events, calls(log)[-late:], ev.LoadSettled)
+    for length in range(1, len(events)):
+        assert kinds(replay(events[:length])) == ["torn_log proven"]
+        assert replay(events[:length], "live").findings == []
+    assert replay(events).findings == []
+
+
+def test_a_second_get_that_has_not_returned_in_the_log_proves_nothing_of_the_answer():
+    assert replay(answered_well("open").closes().events).findings == []
+
+
+def test_a_second_get_that_failed_too_is_the_one_that_is_told_even_if_its_evidence_comes_late():
+    log = answered_well("failed").closes()
+    events = moved(log.events, calls(log)[-1:], ev.LoadSettled)
+    finding = only(replay(events))
+    assert (finding.kind, finding.certainty) == ("unreported_failure", "proven")
+    assert events[finding.lead_seq - 1] == msgspec.structs.replace(calls(log)[-1], seq=finding.lead_seq)
+
+
+@pytest.mark.parametrize("ending", ["torn", "live", "as_of"])
+def test_a_failure_that_no_later_get_made_good_is_told_once_evidence_of_one_would_have_come(ending: str):
+    assert "unreported_failure proven" in kinds(replay(answered_well().events, ending))
+
+
+@pytest.mark.parametrize("origin", ["rank 0", "workers"])
+@pytest.mark.parametrize("after", [ev.TransferStarted, ev.LoadSettled])
+def test_where_evidence_of_the_rank_is_lost_a_later_get_may_have_made_the_failure_good(
+    origin: str, after: type[ev.Event]
+):
+    log = answered_well()
+    gap = log.gap(origin=origin, dropped=2, reason="the queue was full")
+    finding = only(replay(moved(log.closes().events, [gap], after)))
+    assert (finding.kind, finding.certainty) == ("unreported_failure", "undecidable")
+    assert "a later get that went well may be among them" in finding.doubt
+
+
+def test_evidence_that_another_rank_lost_clears_nobody():
+    log = answered_well()
+    log.gap(origin="rank 1", dropped=2, reason="the queue was full")
+    assert kinds(replay(log.closes().events)) == ["unreported_failure proven"]
