@@ -102,7 +102,6 @@ class RuleVerdict(Verdict):
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self.broken: list[Broken] = []
-        self.count = 0
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take an event that the book refused, if its rule is of this kind."""
@@ -117,9 +116,16 @@ class RuleVerdict(Verdict):
 
     def take(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> None:
         """Keep a broken rule with what the trail knows of its job or load at this moment."""
-        self.count += 1
-        if len(self.broken) >= KEPT:
-            return
+        if len(self.broken) < KEPT:
+            self.keep(self.look_at(event, rule, detail, is_report))
+
+    def keep(self, broken: Broken) -> None:
+        """Keep a broken rule."""
+        if len(self.broken) < KEPT:
+            self.broken.append(broken)
+
+    def look_at(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> Broken:
+        """Return a broken rule with what the trail knows of its job or load at this moment."""
         job, load = getattr(event, "job", -1), getattr(event, "load", -1)
         trail = self.trail
         chain = trail.jobs.get(job) or trail.loads.get(load) or trail.transfer_chain(event) or []
@@ -139,25 +145,23 @@ class RuleVerdict(Verdict):
         shown = [*chain[:1], *chain[max(len(chain) - 4, 1) :]]
         if not chain:  # it is over, and how it ended says what the late event came after
             shown = trail.last_end(request, job, load, transfer)
-        self.broken.append(
-            Broken(
-                event=event,
-                rule=rule,
-                detail=detail,
-                request=request,
-                job=job,
-                load=load,
-                rank=getattr(event, "rank", -1),
-                transfer=transfer,
-                blocks=listed(blocks),
-                began=chain[0].seq if chain else event.seq,
-                blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
-                if gap
-                else "",
-                before=tuple(shown),
-                chain=chain,
-                is_report=is_report,
-            )
+        return Broken(
+            event=event,
+            rule=rule,
+            detail=detail,
+            request=request,
+            job=job,
+            load=load,
+            rank=getattr(event, "rank", -1),
+            transfer=transfer,
+            blocks=listed(blocks),
+            began=chain[0].seq if chain else event.seq,
+            blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
+            if gap
+            else "",
+            before=tuple(shown),
+            chain=chain,
+            is_report=is_report,
         )
 
     def findings(self, end: End) -> Iterable[Finding]:

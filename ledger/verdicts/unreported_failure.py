@@ -90,6 +90,9 @@ class UnreportedFailure(RuleVerdict):
             advice=(
                 "Do not trust the output of the request, and reset the prefix cache. Look for the error in the worker "
                 f"log of rank {answer.rank} at {words.clock(call.ts_ns)} UTC."
+                if not doubt
+                else f"See in the worker log of rank {answer.rank} from {words.clock(call.ts_ns)} UTC on whether it "
+                "tried again and got all. If not, do not trust the output of the request, and reset the prefix cache."
             ),
             lead_seq=call.seq,
             doubt=doubt,
