@@ -253,6 +253,7 @@ class LoadFailed(Verdict):
             culprit = f"{words.ranks(ranks)}: {why}"
             advice = f"{_action(code)} The worker log of {words.ranks(ranks)} at {_at(first.failure)} has the error."
         number = self._count[code]
+        missed = {key: (each.call or each.failure).ts_ns for each in failed[:20] for key in each.keys}
         events = [first.put, first.looked_up, first.planned, first.call, first.failure, first.settled]
         return Finding(
             kind=kind,
@@ -273,7 +274,7 @@ class LoadFailed(Verdict):
             advice=advice,
             lead_seq=first.call.seq if first.call is not None else first.failure.seq,
             doubt=doubt,
-            facts={"keys": list(dict.fromkeys(key for each in failed[:20] for key in each.keys))},
+            facts={"keys": list(missed), "missed_ts_ns": list(missed.values())},
             chain=tuple(event for event in events if event is not None),
             notes=tuple(
                 f"load {each.load} of request {each.request}: {each.by_rank}"

@@ -119,6 +119,51 @@ def test_a_peer_settles_over_a_failed_push_after_that_push_whatever_the_clocks_s
     assert not settled.by_clock
 
 
+def missed_and_put(*, put_s: float, outcome: str = "ok") -> str:
+    """What a reader that misses keys after 100 s is told of a writer that puts them at some other time."""
+    reader, writer = Script("reader", policy="recompute", start_s=100), Script("writer", start_s=put_s)
+    reader.arrives("Q")
+    reader.loads(0, "Q", blocks=(11, 12))
+    call = reader.get_begins(0, keys=("k0", "k1"))
+    reader.ends(call, "failed", code="BLOCK_NOT_FOUND", raw="-704")
+    reader.answers(0, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    writer.runs("Z")
+    writer.saves(0, "Z", blocks=(1, 2))
+    writer.ends(writer.put_begins(0, keys=("k0", "k1")), outcome)
+    ((_, finding),) = joined(reader.closes().events, writer.closes().events).findings
+    return finding.culprit
+
+
+def test_of_a_put_in_another_log_only_the_clocks_say_when_it_was():
+    said = "job 0 of engine writer put 2 of these 2 keys (k0, k1) (event 6 of 1.db; only the clocks say when)"
+    assert f"{said}, which ended ok" in missed_and_put(put_s=0)
+
+
+def test_a_put_that_the_clocks_place_after_the_key_was_missed_is_not_told():
+    assert "writer" not in missed_and_put(put_s=3600)
+
+
+def test_a_put_that_failed_is_not_said_to_have_put_the_key():
+    assert "job 0 of engine writer tried to put 2 of these 2 keys" in missed_and_put(put_s=0, outcome="failed")
+
+
+def test_a_key_that_was_put_again_later_is_told_by_the_put_before_it_was_missed():
+    reader, writer = Script("reader", policy="recompute", start_s=100), Script("writer")
+    writer.runs("Z")
+    writer.stores(0, "Z", blocks=(1, 2), keys=("k0", "k1"))
+    writer.passes(3600)
+    writer.stores(1, "Z", blocks=(3, 4), keys=("k0", "k1"))
+    reader.arrives("Q")
+    for load, key in enumerate(("k0", "k1")):  # the second one is missed after the first one was put again
+        reader.passes(7200 * load)
+        reader.loads(load, "Q", blocks=(11, 11))
+        reader.ends(reader.get_begins(load, keys=(key,)), "failed", code="BLOCK_NOT_FOUND", raw="-704")
+        reader.answers(load, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    ((_, finding),) = joined(reader.closes().events, writer.closes().events).findings
+    assert finding.elsewhere == ((1, 0),)
+    assert "job 0 of engine writer put 1 of these 2 keys (k0)" in finding.culprit
+
+
 def test_an_engine_that_is_never_on_that_side_is_not_said_to_know_nothing():
     prefill, other, decode = Script("prefill"), Script("other", role="kv_producer"), Script("decode")
     prefill.runs("P-R")
