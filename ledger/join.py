@@ -20,6 +20,7 @@ from ledger.replay import Result
 from ledger.verdicts import Finding
 
 S = TypeVar("S")
+Settled = TypeVar("Settled", ev.RecvSettled, ev.SendSettled)
 
 Events = Callable[[], Iterable[ev.AnyEvent]]
 """Reads a log once more."""
@@ -227,26 +228,26 @@ def _of_transfer(transfer: str, log: _Log, side: str, *, known: bool) -> str:
     last = events[-1]
     at = f"(event {last.seq} of {log.name})"
     if side == "prefill":
-        return _of_prefill(events, engine, at)
-    failed = next((each for each in events if isinstance(each, ev.TransferFinished) and each.outcome != "ok"), None)
-    if failed is not None:
+        return _of_prefill(events, engine, log.name)
+    failed, settled = _failed(events, "pull"), _last(events, ev.RecvSettled)
+    if failed is not None and (settled is None or settled.outcome == "failed"):
         why = words.failure(failed.code, failed.raw, failed.exception)
         return f"{engine} failed to pull it{': ' + why if why else ''} (event {failed.seq} of {log.name})"
-    if any(isinstance(event, ev.RecvSettled) for event in events):
-        return f"{engine} settled it as {_outcome(events, ev.RecvSettled)} {at}"
+    if settled is not None:
+        return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {log.name})"
     return f"{engine} still waits for it; its last event: {words.describe(last)} {at}"
 
 
-def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
+def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, name: str) -> str:
     kinds = {type(event) for event in events}
-    pushes = [event for event in events if isinstance(event, ev.TransferFinished) and event.op == "push"]
-    failed = next((push for push in pushes if push.outcome != "ok"), None)
-    if failed is not None:
+    at = f"(event {events[-1].seq} of {name})"
+    failed, settled = _failed(events, "push"), _last(events, ev.SendSettled)
+    if failed is not None and (settled is None or settled.outcome != "sent"):
         why = words.failure(failed.code, failed.raw, failed.exception)
         how = f"{failed.outcome}{': ' + why if why else ''}"
-        return f"{engine} pushed, and the push of rank {failed.rank} ended {how} {at}"
-    if ev.SendSettled in kinds:
-        return f"{engine} settled it as {_outcome(events, ev.SendSettled)} {at}"
+        return f"{engine} pushed, and the push of rank {failed.rank} ended {how} (event {failed.seq} of {name})"
+    if settled is not None:
+        return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {name})"
     if ev.SendStarted not in kinds:
         asked = "was not asked for it, as far as its log goes"
         if ev.SendReady not in kinds:
@@ -255,8 +256,18 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
     return f"{engine} began to push and did not end, as far as its log goes {at}"
 
 
-def _outcome(events: Sequence[ev.AnyEvent], kind: type[ev.RecvSettled | ev.SendSettled]) -> str:
-    return next(event.outcome for event in reversed(events) if isinstance(event, kind))
+def _failed(events: Iterable[ev.AnyEvent], op: str) -> ev.TransferFinished | None:
+    """Return the first call that failed and that its rank did not repeat with the same peer."""
+    last: dict[tuple[int, str], ev.TransferStarted | ev.TransferFinished] = {}
+    for event in events:
+        if isinstance(event, ev.TransferStarted | ev.TransferFinished) and event.op == op:
+            last[event.rank, event.peer] = event
+    failed = [call for call in last.values() if isinstance(call, ev.TransferFinished) and call.outcome != "ok"]
+    return min(failed, key=lambda call: call.seq, default=None)
+
+
+def _last(events: Sequence[ev.AnyEvent], kind: type[Settled]) -> Settled | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _side(events: Iterable[ev.AnyEvent]) -> str:

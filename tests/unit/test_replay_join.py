@@ -96,6 +96,37 @@ def test_a_push_that_failed_on_the_other_side_is_the_culprit():
     assert "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1)" in stall.culprit
 
 
+@pytest.mark.parametrize("end", ["sent", "open", "failed"])
+def test_a_push_that_was_repeated_is_told_by_its_last_call_and_the_event_of_that(end: str):
+    prefill, decode = Script("prefill", role="kv_producer"), Script("decode", role="kv_consumer", ranks=2)
+    prefill.runs("R")
+    prefill.sends("x1", "R")
+    prefill.holds("x1", "R", blocks=(1, 8))
+    about = {"transfer": "x1", "rank": 0, "op": "push", "request": "R", "peer": "tp0 pp0"}
+    for outcome in ("failed", end):
+        prefill.send_started(transfer="x1", request="R", rank=0, peer="tp0 pp0")
+        with prefill.rank(0):
+            prefill.transfer_started(**about)
+            if outcome == "failed":
+                prefill.transfer_finished(**about, outcome="failed", code="TRANSFER_FAILED", raw="-1")
+            elif outcome == "sent":
+                prefill.transfer_finished(**about)
+    if end == "sent":
+        prefill.rank_sent(transfer="x1", request="R", rank=0, pushes=2)
+        prefill.send_settled(transfer="x1", request="R")
+    decode.arrives("R")
+    decode.receives("x1", "R", blocks=(11, 18))
+    decode.passes(600)
+    stall = next(each for log, each in joined(prefill.events, decode.closes().events).findings if log == 1)
+    said = {
+        "sent": "the prefill engine prefill settled it as sent (event 14 of 0.db)",
+        "open": "the prefill engine prefill began to push and did not end",
+        "failed": "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1) (event 12 of 0.db)",
+    }
+    assert said[end] in stall.culprit
+    assert end == "failed" or "failed" not in stall.culprit
+
+
 @pytest.mark.parametrize("seconds", [0.0, 3600.0, -3600.0])
 def test_a_peer_settles_over_a_failed_push_after_that_push_whatever_the_clocks_say(seconds: float):
     prefill, decode = Script("prefill"), Script("decode")
