@@ -23,6 +23,7 @@ from ledger import events as ev
 from ledger.blocks import expand, from_ranges
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
+from ledger.verdicts._waits import with_events
 
 STORE_LEASE_S = 5.0
 """Mooncake's default lease: what a lookup has found stays for so long."""
@@ -37,12 +38,23 @@ TOLD_LOADS = 3
 """Failed loads that are told rank by rank."""
 
 KEPT_PUTS = 4096
-"""Calls whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
+"""Puts whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
 
 KEPT_LATE = 64
 """Failed loads whose calls are still taken after they have settled."""
 
 NOT_FOUND = "BLOCK_NOT_FOUND"
+
+
+class _Put(msgspec.Struct, frozen=True):
+    """A call that stored keys, and how it ended: every key that failed is named there."""
+
+    started: ev.TransferStarted
+    finished: ev.TransferFinished
+
+    def has_stored(self, keys: set[str]) -> bool:
+        """Return whether it has stored one of `keys`."""
+        return not keys.difference(failure.key for failure in self.finished.failures).isdisjoint(self.started.keys)
 
 
 class _Failed(msgspec.Struct):
@@ -65,7 +77,7 @@ class _Failed(msgspec.Struct):
     planned: ev.LoadPlanned | None
     looked_up: ev.LookupAnswered | None
     calls: list[ev.TransferStarted | ev.TransferFinished]
-    put: ev.TransferStarted | None = None
+    put: _Put | None = None
     by_rank: str = ""
 
     @property
@@ -110,19 +122,26 @@ class LoadFailed(Verdict):
         self._before: dict[tuple[str, str], list[ev.Event]] = {}
         self._count: dict[str, int] = {}
         self._loaded_ranks: set[int] = set()
-        self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
+        self._putting: dict[str, ev.TransferStarted] = {}
+        self._puts: deque[_Put] = deque(maxlen=KEPT_PUTS)
         self._became: dict[int | str, str] = {}
         self._promised: dict[int, ev.LookupAnswered] = {}
         self._late: dict[int, _Failed] = {}
 
     def on_transfer_started(self, event: ev.TransferStarted) -> None:
-        """Remember what was stored."""
+        """Remember what may be stored soon."""
         if event.op == "put":
-            self._puts.append(event)
+            if len(self._putting) >= KEPT_PUTS:  # the ends of the oldest ones are lost
+                del self._putting[next(iter(self._putting))]
+            self._putting[event.transfer] = event
         self._came_late(event)
 
     def on_transfer_finished(self, event: ev.TransferFinished) -> None:
-        """Take the end of a call for a load that is settled already."""
+        """Remember what was stored, and take the end of a call for a load that is settled already."""
+        started = self._putting.pop(event.transfer, None) if event.op == "put" else None
+        # Where not every key that failed is named, nothing is known of a single one.
+        if started is not None and event.outcome in ("ok", "partial") and event.failed_keys <= len(event.failures):
+            self._puts.append(_Put(started, event))
         self._came_late(event)
 
     def _came_late(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
@@ -134,7 +153,7 @@ class LoadFailed(Verdict):
     def _find_put(self, failed: _Failed) -> None:
         gone = failed.gone
         if gone and failed.put is None:
-            failed.put = next((put for put in self._puts if not gone.isdisjoint(put.keys)), None)
+            failed.put = next((put for put in self._puts if put.has_stored(gone)), None)
 
     def on_load_planned(self, event: ev.LoadPlanned) -> None:
         """Remember the lookup that promised it: under the policy `fail` the request ends before its load settles."""
@@ -254,7 +273,8 @@ class LoadFailed(Verdict):
             advice = f"{_action(code)} The worker log of {words.ranks(ranks)} at {_at(first.failure)} has the error."
         number = self._count[code]
         missed = {key: (each.call or each.failure).ts_ns for each in failed[:20] for key in each.keys}
-        events = [first.put, first.looked_up, first.planned, first.call, first.failure, first.settled]
+        put = [first.put.started, first.put.finished] if first.put is not None else []
+        events = [*put, first.looked_up, first.planned, first.call, first.failure, first.settled]
         return Finding(
             kind=kind,
             certainty="suspected" if doubt else "proven",
@@ -275,7 +295,7 @@ class LoadFailed(Verdict):
             lead_seq=first.call.seq if first.call is not None else first.failure.seq,
             doubt=doubt,
             facts={"keys": list(missed), "missed_ts_ns": list(missed.values())},
-            chain=tuple(event for event in events if event is not None),
+            chain=with_events((), (event for event in events if event is not None)),
             notes=tuple(
                 f"load {each.load} of request {each.request}: {each.by_rank}"
                 for each in failed[:TOLD_LOADS]
@@ -350,10 +370,11 @@ class LoadFailed(Verdict):
                 "the store's evictions are not in this log; the log of its master would decide",
             )
         if first.put is not None:
-            call = words.call("put", first.put.transfer, first.put.rank)
+            put = first.put.finished
+            call = words.call("put", put.transfer, put.rank)
             return (
                 "lost_store",
-                f"the store: {call} had put the key (event {first.put.seq}), and it was gone {after}",
+                f"the store: {call} had put the key (event {put.seq}), and it was gone {after}",
                 f"See the master's log for a segment or a client that went away, up to {_at(first.failure)}.",
                 "the store's own doings are not in this log; the log of its master would decide",
             )

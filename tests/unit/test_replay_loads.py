@@ -101,3 +101,67 @@ def test_evidence_that_another_rank_lost_clears_nobody():
     log = answered_well()
     log.gap(origin="rank 1", dropped=2, reason="the queue was full")
     assert kinds(replay(log.closes().events)) == ["unreported_failure proven"]
+
+
+# --- a key that is gone -----------------------------------------------------------------------------------------------
+
+
+def missed(log: Script, load: int = 0, *, after_s: float = 0.2) -> Script:
+    """A lookup has a hit, and the get of its keys finds none of them."""
+    log.arrives("Q")
+    log.loads(load, "Q", blocks=(11, 18))
+    log.passes(after_s, steps=2)
+    call = log.get_begins(load, keys=KEYS)
+    log.passes(0.002)
+    log.ends(call, "failed", code="BLOCK_NOT_FOUND", raw="-704")
+    log.answers(load, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    log.steps()
+    log.request_scheduled(request="Q", generation=1)
+    log.finishes("Q")
+    return log
+
+
+def put(outcome: str, *failed: str, unnamed: int = 0) -> Script:
+    """A put of eight keys, of which `failed` and further `unnamed` ones did not get into the store."""
+    log = Script(policy="recompute")
+    log.runs("R")
+    log.saves(0, "R", blocks=(1, 8))
+    call = log.put_begins(0, keys=KEYS)
+    with log.rank(0):
+        if outcome != "open":
+            failures = tuple(ev.KeyFailure(key, "-200", "KV_OOM") for key in failed)
+            number = len(failed) + unnamed
+            log.transfer_finished(
+                transfer=call, rank=0, op="put", job=0, outcome=outcome, failed_keys=number, failures=failures
+            )
+    log.reports(0, 0, "failed" if failed else "stored")
+    log.finishes("R")
+    return log.passes(30, steps=100)
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        (put("ok"), "lost_store"),
+        (put("partial", *KEYS[:3]), "lost_store"),
+        (put("partial", *KEYS[:3], unnamed=2), "load_failed"),
+        (put("failed", *KEYS), "load_failed"),
+        (put("raised", unnamed=8), "load_failed"),
+        (put("open"), "load_failed"),
+    ],
+    ids=["ok", "some", "some unnamed", "failed", "raised", "open"],
+)
+def test_only_a_put_that_ended_well_for_a_key_had_put_it(log: Script, kind: str):
+    finding = only(replay(missed(log).closes().events))
+    assert finding.kind == kind
+    assert ("had put the key" in finding.culprit) == (kind == "lost_store")
+
+
+def test_a_key_that_failed_in_a_put_of_many_was_not_put():
+    log = put("partial", *KEYS[:3])
+    log.arrives("Q")
+    log.loads(0, "Q", blocks=(11, 13))
+    log.ends(log.get_begins(0, keys=KEYS[:3]), "failed", code="BLOCK_NOT_FOUND", raw="-704")
+    log.answers(0, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    log.finishes("Q")
+    assert only(replay(log.closes().events)).kind == "load_failed"
