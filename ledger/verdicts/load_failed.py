@@ -256,7 +256,9 @@ class LoadFailed(Verdict):
             )
         elif code == NOT_FOUND:
             kind, culprit, advice, doubt = self._gone(failed)
-            shown = "the lookup had a hit, and the load did not find the key" if doubt else ""
+            shown = "the lookup had a hit, and the load did not find the key" if culprit else ""
+            if culprit and not doubt:
+                inferred = "why: the store may have lost the key, or the lookup may not have asked for this one"
         elif code == "LEASE_EXPIRED":
             took = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
             culprit = (
@@ -355,17 +357,18 @@ class LoadFailed(Verdict):
 
     @staticmethod
     def _gone(failed: list[_Failed]) -> tuple[str, str, str, str]:
-        """Return kind, culprit, advice and doubt for keys that the lookup had found."""
+        """Return kind, culprit, advice and doubt for keys that were not found although the lookup had a hit."""
         first = failed[0]
         if first.looked_up is None or first.call is None:
             return "load_failed", "", "", ""
-        began_ns = first.call.ts_ns - first.call.duration_ns
-        after_ns = began_ns - first.looked_up.ts_ns
-        after = f"{words.span(after_ns)} after the lookup had found it"
+        # By the scheduler's clock alone, so this is the latest moment at which the call can have begun.
+        after_ns = max(first.failure.mono_ns - first.call.duration_ns - first.looked_up.mono_ns, 0)
+        after = f"{words.span(after_ns)} after the lookup had a hit"
         if after_ns >= STORE_LEASE_S * 1e9:
+            lease = f"Mooncake's default lease of {STORE_LEASE_S:g} s"
             return (
                 "evicted_before_load",
-                f"the store: a key was gone {after}, when Mooncake's default lease of {STORE_LEASE_S:g} s had run out",
+                f"the store: a key was not found {after}, when {lease} had run out",
                 "Load sooner after the lookup, raise the lease, or give the store more room.",
                 "the store's evictions are not in this log; the log of its master would decide",
             )
@@ -380,8 +383,8 @@ class LoadFailed(Verdict):
             )
         return (
             "load_failed",
-            f"the store: a key was gone {after}",
-            f"See the log of the store's master up to {_at(first.failure)}.",
+            f"a key was not found {after}",
+            f"See the log of the store's master up to {_at(first.failure)}, and whose keys the lookup asks for.",
             "",
         )
 

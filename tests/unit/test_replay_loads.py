@@ -165,3 +165,26 @@ def test_a_key_that_failed_in_a_put_of_many_was_not_put():
     log.answers(0, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
     log.finishes("Q")
     assert only(replay(log.closes().events)).kind == "load_failed"
+
+
+def test_that_a_key_is_not_found_does_not_show_that_the_lookup_had_found_it():
+    finding = only(replay(missed(Script(policy="recompute")).closes().events))
+    assert (finding.kind, finding.certainty) == ("load_failed", "proven")
+    assert finding.culprit == "a key was not found 204.0 ms after the lookup had a hit"
+    assert finding.shown == "the lookup had a hit, and the load did not find the key"
+    assert "the lookup may not have asked for this one" in finding.inferred
+
+
+@pytest.mark.parametrize("seconds", [8, -8, 3600])
+@pytest.mark.parametrize(("after_s", "kind"), [(0.2, "lost_store"), (8, "evicted_before_load")])
+def test_a_wall_clock_that_is_set_does_not_change_how_long_after_the_lookup_a_key_was_missed(
+    after_s: float, kind: str, seconds: int
+):
+    log = missed(put("ok"), after_s=after_s).closes()
+    lookup = next(event.seq for event in log.events if isinstance(event, ev.LookupAnswered))
+    events = [
+        msgspec.structs.replace(event, ts_ns=event.ts_ns + seconds * 10**9 * (event.seq > lookup))
+        for event in log.events
+    ]
+    assert only(replay(events)).kind == kind
+    assert only(replay(events)).culprit == only(replay(log.events)).culprit
