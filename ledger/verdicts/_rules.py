@@ -16,7 +16,7 @@ from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
 
 KEPT = 200
-"""Broken rules of one verdict that are kept; a connector that breaks one at every step is told by its first ones."""
+"""How often a broken rule is kept; a connector that breaks one at every step is told by the first times."""
 
 EARLY_FREE = frozenset(
     {
@@ -92,6 +92,23 @@ class Broken(msgspec.Struct, frozen=True):
     """Whether a rank's report broke it, and no act of the scheduler."""
 
 
+class Alike(msgspec.Struct):
+    """A rule that was broken again and again.
+
+    Attributes:
+        broken: the first times.
+        number: how often in all.
+    """
+
+    broken: list[Broken] = []
+    number: int = 0
+
+    def add(self, other: "Alike") -> None:
+        """Take in further times of the same rule, which may have come before."""
+        self.broken = sorted((*self.broken, *other.broken), key=lambda broken: broken.event.seq)[:KEPT]
+        self.number += other.number
+
+
 class RuleVerdict(Verdict):
     """A verdict that finds broken rules of its kind. Subclasses say what that means and what to do."""
 
@@ -101,7 +118,12 @@ class RuleVerdict(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self.broken: list[Broken] = []
+        self.rules: dict[str, Alike] = {}
+
+    @property
+    def broken(self) -> Iterable[Broken]:
+        """All broken rules that are kept."""
+        return (broken for alike in self.rules.values() for broken in alike.broken)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take an event that the book refused, if its rule is of this kind."""
@@ -114,18 +136,16 @@ class RuleVerdict(Verdict):
         if kind_of_rule(event.rule, event.rank >= 0) in self.kinds:
             self.take(event, event.rule, event.detail, event.rank >= 0)
 
-    def take(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> None:
-        """Keep a broken rule with what the trail knows of its job or load at this moment."""
-        if len(self.broken) < KEPT:
-            self.keep(self.look_at(event, rule, detail, is_report))
+    def take(
+        self, event: ev.Event, rule: str, detail: str, is_report: bool, into: dict[str, Alike] | None = None
+    ) -> None:
+        """Keep a broken rule with what the trail knows of its job or load at this moment, or only count it."""
+        known = (self.rules if into is None else into).setdefault(rule, Alike())
+        known.number += 1
+        if len(known.broken) < KEPT:
+            known.broken.append(self._look_at(event, rule, detail, is_report))
 
-    def keep(self, broken: Broken) -> None:
-        """Keep a broken rule."""
-        if len(self.broken) < KEPT:
-            self.broken.append(broken)
-
-    def look_at(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> Broken:
-        """Return a broken rule with what the trail knows of its job or load at this moment."""
+    def _look_at(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> Broken:
         job, load = getattr(event, "job", -1), getattr(event, "load", -1)
         trail = self.trail
         chain = trail.jobs.get(job) or trail.loads.get(load) or trail.transfer_chain(event) or []
@@ -166,11 +186,8 @@ class RuleVerdict(Verdict):
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each rule that was broken, led by the first time."""
-        alike: dict[str, list[Broken]] = {}
-        for broken in self.broken:
-            alike.setdefault(broken.rule, []).append(broken)
-        for group in alike.values():
-            yield self.finding(group, end)
+        for alike in self.rules.values():
+            yield self.finding(alike.broken, end)
 
     def advise(self, first: Broken, end: End) -> str:
         """Return what to do next."""
@@ -181,7 +198,7 @@ class RuleVerdict(Verdict):
         return ()
 
     def finding(self, group: list[Broken], end: End) -> Finding:
-        """Return the finding for one rule, broken once or more."""
+        """Return the finding for one rule; `group` are the first times that it was broken."""
         first = group[0]
         certain: Certainty = "undecidable" if first.blind else "proven"
         shown = [*first.before, *(broken.event for broken in group[:6])]
@@ -189,7 +206,8 @@ class RuleVerdict(Verdict):
         noticed = isinstance(first.event, ev.InvariantViolated)
         said = "" if noticed else f" (event {first.event.seq}: {words.describe(first.event)})"
         who = f" of rank {first.rank}" if first.is_report and first.rank >= 0 else ""
-        times = f" ({len(group)} times in all)" if len(group) > 1 else ""
+        number = self.rules[first.rule].number
+        times = f" ({number:,} times in all)" if number > 1 else ""
         return Finding(
             kind=self.kinds[0],
             certainty=certain,

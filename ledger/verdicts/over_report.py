@@ -11,7 +11,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End, Trail
-from ledger.verdicts._rules import KEPT, Broken, RuleVerdict, kind_of_rule
+from ledger.verdicts._rules import Alike, Broken, RuleVerdict, kind_of_rule
 from ledger.verdicts._stale import owed_by_an_older_job
 
 
@@ -27,7 +27,7 @@ class OverReport(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._owed: dict[tuple[int, int], list[Broken]] = {}
+        self._owed: dict[tuple[int, int], dict[str, Alike]] = {}
         """Reports that may be those of an older job, by that job and the rank."""
 
     def advise(self, first: Broken, end: End) -> str:
@@ -38,8 +38,8 @@ class OverReport(RuleVerdict):
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
         """Take the reports that were not those of an older job: it has got its own."""
         if self._owed:
-            for broken in self._owed.pop((event.job, event.rank), ()):
-                self.keep(broken)
+            for rule, alike in self._owed.pop((event.job, event.rank), {}).items():
+                self.rules.setdefault(rule, Alike()).add(alike)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take what the book refused; what an older job is owed waits until that one gets its report."""
@@ -47,6 +47,5 @@ class OverReport(RuleVerdict):
         if owed is None:
             super().refused(event, refusal)
         elif isinstance(event, ev.RankCompleted) and kind_of_rule(refusal.rule, is_report=True) in self.kinds:
-            waiting = self._owed.setdefault((owed.job, event.rank), [])
-            if len(waiting) < KEPT:
-                waiting.append(self.look_at(event, refusal.rule, refusal.detail, is_report=True))
+            waiting = self._owed.setdefault((owed.job, event.rank), {})
+            self.take(event, refusal.rule, refusal.detail, is_report=True, into=waiting)
