@@ -43,7 +43,8 @@ class RetryLoop(Verdict):
         planned = chain[0] if chain else None
         if not isinstance(planned, ev.LoadPlanned):
             return
-        if event.outcome != "failed":
+        # A request that has ended does not go round. Under the policy `fail` it ends before its load settles.
+        if event.outcome != "failed" or planned.request not in self.state.book.requests:
             self._rounds.pop(planned.request, None)
             return
         failed = next((each for each in chain if isinstance(each, ev.LoadFailed)), None)
