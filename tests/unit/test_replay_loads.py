@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from ledger import events as ev
-from ledger.replay import Result, replay
+from ledger.replay import Replay, Result, replay
 from ledger.verdicts import Finding
+from ledger.verdicts.retry_loop import RetryLoop
 from tests.incidents.script import Script
 
 KEYS = [f"k{number}" for number in range(8)]
@@ -188,3 +189,61 @@ def test_a_wall_clock_that_is_set_does_not_change_how_long_after_the_lookup_a_ke
     ]
     assert only(replay(events)).kind == kind
     assert only(replay(events)).culprit == only(replay(log.events)).culprit
+
+
+# --- what is counted and what is kept ---------------------------------------------------------------------------------
+
+
+def fails(log: Script, load: int, request: str, action: str = "recomputed", ranks: tuple[int, ...] = (0,)) -> None:
+    """A load fails on `ranks`, and something becomes of its request."""
+    why = {"code": "TRANSFER_FAILED", "raw": "-800", "stage": "STORE_GET"}
+    log.arrives(request)
+    log.loads(load, request, blocks=(1, 8))
+    for rank in range(log.ranks):
+        log.rank_loaded(load=load, rank=rank, **({"outcome": "failed", **why} if rank in ranks else {}))
+    log.load_failed(load=load, rank=ranks[0], **why)
+    if action == "failed":
+        log.finishes(request, reason="error")
+    log.load_settled(load=load, outcome="failed")
+    if action == "aborted":
+        log.request_aborted(request=request, generation=1)
+    else:
+        log.load_recovered(load=load, request=request, generation=1, action=action)
+    if action == "recomputed":
+        log.finishes(request)
+
+
+def test_what_became_of_failed_loads_is_counted_beyond_those_that_are_kept():
+    log = Script(policy="recompute")
+    for load in range(3000):
+        fails(log, load, f"R{load}")
+    finding = only(replay(log.closes().events))
+    assert finding.impact == ("no request failed: all 3,000 were recomputed, which costs time only",)
+
+
+def test_of_failed_loads_each_thing_that_became_of_their_requests_is_counted():
+    log = Script(policy="recompute")
+    for load in range(600):
+        fails(log, load, f"R{load}", ("recomputed", "failed", "aborted")[load % 3])
+    finding = only(replay(log.closes().events))
+    assert finding.impact == (
+        "of the requests of 600 failed loads: 200 recomputed, 200 ended with an error, 200 aborted",
+    )
+
+
+def test_loads_that_failed_on_other_ranks_than_those_that_are_kept_are_not_always_on_the_same():
+    for last, said in (((1,), True), ((0, 1), False)):
+        log = Script(policy="recompute", ranks=2)
+        for load in range(600):
+            fails(log, load, f"R{load}", ranks=last if load == 599 else (1,))
+        assert ("always on rank 1" in only(replay(log.closes().events)).title) == said
+
+
+@pytest.mark.parametrize("name", ["R", "R{}"])
+def test_a_request_that_ends_with_its_failed_load_does_not_go_round(name: str):
+    log = Script(policy="fail")
+    for load in range(100):
+        fails(log, load, name.format(load), "failed")
+    fold = Replay([RetryLoop]).feed(log.closes().events)
+    assert fold.result().findings == []
+    assert vars(fold.verdicts[0])["_rounds"] == {}
