@@ -6,7 +6,7 @@ or a request, and because what they have in common names the cause:
     load_failed             a transfer from a prefill engine; or always the same ranks, and these have never loaded
                             anything: the lookup does not ask for the keys of all ranks. Or any other code, e.g.
                             LEASE_EXPIRED: the transfer outlasted the lease
-    evicted_before_load     the store had the key at the lookup and not at the load, longer than its lease later
+    evicted_before_load     the lookup had a hit, and the load did not find the key, longer than the lease later
     lost_store              this log saw the key stored, and the store lost it within its lease
 
 The last two are never more than suspected: what the store did is not in a log of the engine. One finding for each code.
