@@ -247,3 +247,18 @@ def test_a_request_that_ends_with_its_failed_load_does_not_go_round(name: str):
     fold = Replay([RetryLoop]).feed(log.closes().events)
     assert fold.result().findings == []
     assert vars(fold.verdicts[0])["_rounds"] == {}
+
+
+def test_requests_that_go_round_are_counted_beyond_those_that_are_kept():
+    log = Script(policy="recompute")
+    load = 0
+    for number in range(300):
+        log.arrives(f"R{number}")
+        for _ in range(4 if number == 0 else 3):
+            log.loads(load, f"R{number}", blocks=(1, 8))
+            log.answers(load, 0, "failed", code="TRANSFER_FAILED", raw="-800", stage="STORE_GET")
+            load += 1
+        log.finishes(f"R{number}")
+    loop = next(each for each in replay(log.closes().events).findings if each.kind == "retry_loop")
+    assert "request R0 and 299 more requests was promised the same" in loop.title
+    assert "4 times" in loop.title
