@@ -10,6 +10,7 @@ This file knows results and events; it reads what it is given and prints nothing
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -17,6 +18,9 @@ from ledger import events as ev
 from ledger import words
 from ledger.replay import Result
 from ledger.verdicts import Finding
+
+S = TypeVar("S")
+Settled = TypeVar("Settled", ev.RecvSettled, ev.SendSettled)
 
 Events = Callable[[], Iterable[ev.AnyEvent]]
 """Reads a log once more."""
@@ -55,20 +59,28 @@ class Joined(msgspec.Struct):
     transfers: dict[str, list[Step]] = {}
 
 
+Missed = tuple[str, int]
+"""A key that could not be loaded, and when, by the wall clock in nanoseconds."""
+
+
 class _Calls(msgspec.Struct):
-    """What a log has of one key: the last call that put it, and how that call ended."""
+    """What a log has of one key: a call that put it, and how that call ended."""
 
     started: ev.TransferStarted
     finished: ev.TransferFinished | None = None
 
 
 class _Log(msgspec.Struct):
-    """What a log has of the subjects."""
+    """What a log has of the subjects.
+
+    Attributes:
+        puts: the last call that put a key before it was missed elsewhere, as far as the clocks tell.
+    """
 
     result: Result
     name: str
     transfers: dict[str, list[ev.AnyEvent]] = {}
-    puts: dict[str, _Calls] = {}
+    puts: dict[Missed, _Calls] = {}
 
 
 def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[Events]) -> Joined:
@@ -80,12 +92,12 @@ def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[Even
         readers: read each log once more; called only if a finding names what another log may know.
     """
     findings = [(index, finding) for index, result in enumerate(results) for finding in result.findings]
-    transfers = _subjects(findings, "transfers")
-    keys = _subjects(findings, "keys")
-    if len(results) < 2 or not (transfers or keys):
+    transfers = _subjects((finding.transfers for _, finding in findings))
+    missed = _subjects((_missed(finding) for _, finding in findings))
+    if len(results) < 2 or not (transfers or missed):
         return Joined(findings)
     logs = [
-        _collect(result, name, read(), transfers, keys)
+        _collect(result, name, read(), transfers, missed)
         for result, name, read in zip(results, names, readers, strict=True)
     ]
     completed = [(index, _complete(finding, index, logs)) for index, finding in findings]
@@ -99,16 +111,19 @@ def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[Even
     return Joined(completed, shared)
 
 
-def _subjects(findings: Iterable[tuple[int, Finding]], what: str) -> list[str]:
-    named = dict.fromkeys(subject for _, finding in findings for subject in finding.facts.get(what, ()))
-    return list(named)[:KEPT_SUBJECTS]
+def _subjects(named: Iterable[Iterable[S]]) -> list[S]:
+    return list(dict.fromkeys(subject for each in named for subject in each))[:KEPT_SUBJECTS]
+
+
+def _missed(finding: Finding) -> list[Missed]:
+    return list(zip(finding.facts.get("keys", ()), finding.facts.get("missed_ts_ns", ()), strict=True))
 
 
 def _collect(
-    result: Result, name: str, events: Iterable[ev.AnyEvent], transfers: Sequence[str], keys: Sequence[str]
+    result: Result, name: str, events: Iterable[ev.AnyEvent], transfers: Sequence[str], missed: Sequence[Missed]
 ) -> _Log:
     log = _Log(result, name)
-    wanted_transfers, wanted_keys = set(transfers), set(keys)
+    wanted_transfers, wanted_keys = set(transfers), {key for key, _ in missed}
     open_puts: dict[tuple[str, int], list[_Calls]] = {}
     for event in events:
         transfer = getattr(event, "transfer", "")
@@ -119,7 +134,8 @@ def _collect(
         if isinstance(event, ev.TransferStarted) and event.op == "put" and not wanted_keys.isdisjoint(event.keys):
             calls = _Calls(event)
             open_puts.setdefault((event.transfer, event.rank), []).append(calls)
-            log.puts.update((key, calls) for key in event.keys if key in wanted_keys)
+            put = wanted_keys.intersection(event.keys)
+            log.puts.update((each, calls) for each in missed if each[0] in put and event.ts_ns < each[1])
         elif isinstance(event, ev.TransferFinished) and event.op == "put":
             for calls in open_puts.pop((event.transfer, event.rank), ()):
                 calls.finished = event
@@ -135,12 +151,12 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
     for other, log in enumerate(logs):
         if other == index:
             continue
-        for key in finding.facts.get("keys", ()):
-            if key in log.puts:
-                same = [each for each in finding.facts["keys"] if log.puts.get(each) is log.puts[key]]
-                told.setdefault(_of_key(log.puts[key], log, same, len(finding.facts["keys"])))
-                elsewhere.append((other, log.puts[key].started.job))
-                break
+        missed = _missed(finding)
+        put = next((log.puts[each] for each in missed if each in log.puts), None)
+        if put is not None:
+            same = [each[0] for each in missed if log.puts.get(each) is put]
+            told.setdefault(_of_key(put, log, same, len(missed)))
+            elsewhere.append((other, put.started.job))
         # What a log knows says more than what it does not.
         for transfer in sorted(finding.facts.get("transfers", ()), key=lambda each: each not in log.transfers):
             side = _side(logs[index].transfers.get(transfer, ()))
@@ -176,12 +192,13 @@ def _of_key(calls: _Calls, log: _Log, same: Sequence[str], number: int) -> str:
     """Return what the log has of the keys `same`, which are of `number` that a finding names."""
     job = f"job {calls.started.job} of engine {_engine(log)}"
     keys = f"{len(same)} of these {number} keys ({words.listed(same, 3)})" if number > 1 else f"this key ({same[0]})"
-    where = f"event {calls.started.seq} of {log.name}"
+    where = f"event {calls.started.seq} of {log.name}; only the clocks say when"
     if calls.finished is None:
         end = log.result.end
         how = ", which ends torn" if end is not None and end.how == "torn" else ""
         return f"{job} was putting {keys} ({where}), and no return of the call is in that log{how}"
-    return f"{job} had put {keys} ({where}), which ended {calls.finished.outcome}"
+    put = "put" if calls.finished.outcome == "ok" else "tried to put"
+    return f"{job} {put} {keys} ({where}), which ended {calls.finished.outcome}"
 
 
 def _asked_of(events: Iterable[ev.AnyEvent]) -> str:
@@ -211,26 +228,26 @@ def _of_transfer(transfer: str, log: _Log, side: str, *, known: bool) -> str:
     last = events[-1]
     at = f"(event {last.seq} of {log.name})"
     if side == "prefill":
-        return _of_prefill(events, engine, at)
-    failed = next((each for each in events if isinstance(each, ev.TransferFinished) and each.outcome != "ok"), None)
-    if failed is not None:
+        return _of_prefill(events, engine, log.name)
+    failed, settled = _failed(events, "pull"), _last(events, ev.RecvSettled)
+    if failed is not None and (settled is None or settled.outcome == "failed"):
         why = words.failure(failed.code, failed.raw, failed.exception)
         return f"{engine} failed to pull it{': ' + why if why else ''} (event {failed.seq} of {log.name})"
-    if any(isinstance(event, ev.RecvSettled) for event in events):
-        return f"{engine} settled it as {_outcome(events, ev.RecvSettled)} {at}"
+    if settled is not None:
+        return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {log.name})"
     return f"{engine} still waits for it; its last event: {words.describe(last)} {at}"
 
 
-def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
+def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, name: str) -> str:
     kinds = {type(event) for event in events}
-    pushes = [event for event in events if isinstance(event, ev.TransferFinished) and event.op == "push"]
-    failed = next((push for push in pushes if push.outcome != "ok"), None)
-    if failed is not None:
+    at = f"(event {events[-1].seq} of {name})"
+    failed, settled = _failed(events, "push"), _last(events, ev.SendSettled)
+    if failed is not None and (settled is None or settled.outcome != "sent"):
         why = words.failure(failed.code, failed.raw, failed.exception)
         how = f"{failed.outcome}{': ' + why if why else ''}"
-        return f"{engine} pushed, and the push of rank {failed.rank} ended {how} {at}"
-    if ev.SendSettled in kinds:
-        return f"{engine} settled it as {_outcome(events, ev.SendSettled)} {at}"
+        return f"{engine} pushed, and the push of rank {failed.rank} ended {how} (event {failed.seq} of {name})"
+    if settled is not None:
+        return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {name})"
     if ev.SendStarted not in kinds:
         asked = "was not asked for it, as far as its log goes"
         if ev.SendReady not in kinds:
@@ -239,8 +256,18 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, at: str) -> str:
     return f"{engine} began to push and did not end, as far as its log goes {at}"
 
 
-def _outcome(events: Sequence[ev.AnyEvent], kind: type[ev.RecvSettled | ev.SendSettled]) -> str:
-    return next(event.outcome for event in reversed(events) if isinstance(event, kind))
+def _failed(events: Iterable[ev.AnyEvent], op: str) -> ev.TransferFinished | None:
+    """Return the first call that failed and that its rank did not repeat with the same peer."""
+    last: dict[tuple[int, str], ev.TransferStarted | ev.TransferFinished] = {}
+    for event in events:
+        if isinstance(event, ev.TransferStarted | ev.TransferFinished) and event.op == op:
+            last[event.rank, event.peer] = event
+    failed = [call for call in last.values() if isinstance(call, ev.TransferFinished) and call.outcome != "ok"]
+    return min(failed, key=lambda call: call.seq, default=None)
+
+
+def _last(events: Sequence[ev.AnyEvent], kind: type[Settled]) -> Settled | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _side(events: Iterable[ev.AnyEvent]) -> str:

@@ -16,7 +16,7 @@ from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
 
 KEPT = 200
-"""Broken rules of one verdict that are kept; a connector that breaks one at every step is told by its first ones."""
+"""How often a broken rule is kept; a connector that breaks one at every step is told by the first times."""
 
 EARLY_FREE = frozenset(
     {
@@ -92,6 +92,23 @@ class Broken(msgspec.Struct, frozen=True):
     """Whether a rank's report broke it, and no act of the scheduler."""
 
 
+class Alike(msgspec.Struct):
+    """A rule that was broken again and again.
+
+    Attributes:
+        broken: the first times.
+        number: how often in all.
+    """
+
+    broken: list[Broken] = []
+    number: int = 0
+
+    def add(self, other: "Alike") -> None:
+        """Take in further times of the same rule, which may have come before."""
+        self.broken = sorted((*self.broken, *other.broken), key=lambda broken: broken.event.seq)[:KEPT]
+        self.number += other.number
+
+
 class RuleVerdict(Verdict):
     """A verdict that finds broken rules of its kind. Subclasses say what that means and what to do."""
 
@@ -101,8 +118,12 @@ class RuleVerdict(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self.broken: list[Broken] = []
-        self.count = 0
+        self.rules: dict[str, Alike] = {}
+
+    @property
+    def broken(self) -> Iterable[Broken]:
+        """All broken rules that are kept."""
+        return (broken for alike in self.rules.values() for broken in alike.broken)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take an event that the book refused, if its rule is of this kind."""
@@ -115,11 +136,16 @@ class RuleVerdict(Verdict):
         if kind_of_rule(event.rule, event.rank >= 0) in self.kinds:
             self.take(event, event.rule, event.detail, event.rank >= 0)
 
-    def take(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> None:
-        """Keep a broken rule with what the trail knows of its job or load at this moment."""
-        self.count += 1
-        if len(self.broken) >= KEPT:
-            return
+    def take(
+        self, event: ev.Event, rule: str, detail: str, is_report: bool, into: dict[str, Alike] | None = None
+    ) -> None:
+        """Keep a broken rule with what the trail knows of its job or load at this moment, or only count it."""
+        known = (self.rules if into is None else into).setdefault(rule, Alike())
+        known.number += 1
+        if len(known.broken) < KEPT:
+            known.broken.append(self._look_at(event, rule, detail, is_report))
+
+    def _look_at(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> Broken:
         job, load = getattr(event, "job", -1), getattr(event, "load", -1)
         trail = self.trail
         chain = trail.jobs.get(job) or trail.loads.get(load) or trail.transfer_chain(event) or []
@@ -139,34 +165,29 @@ class RuleVerdict(Verdict):
         shown = [*chain[:1], *chain[max(len(chain) - 4, 1) :]]
         if not chain:  # it is over, and how it ended says what the late event came after
             shown = trail.last_end(request, job, load, transfer)
-        self.broken.append(
-            Broken(
-                event=event,
-                rule=rule,
-                detail=detail,
-                request=request,
-                job=job,
-                load=load,
-                rank=getattr(event, "rank", -1),
-                transfer=transfer,
-                blocks=listed(blocks),
-                began=chain[0].seq if chain else event.seq,
-                blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
-                if gap
-                else "",
-                before=tuple(shown),
-                chain=chain,
-                is_report=is_report,
-            )
+        return Broken(
+            event=event,
+            rule=rule,
+            detail=detail,
+            request=request,
+            job=job,
+            load=load,
+            rank=getattr(event, "rank", -1),
+            transfer=transfer,
+            blocks=listed(blocks),
+            began=chain[0].seq if chain else event.seq,
+            blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
+            if gap
+            else "",
+            before=tuple(shown),
+            chain=chain,
+            is_report=is_report,
         )
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each rule that was broken, led by the first time."""
-        alike: dict[str, list[Broken]] = {}
-        for broken in self.broken:
-            alike.setdefault(broken.rule, []).append(broken)
-        for group in alike.values():
-            yield self.finding(group, end)
+        for alike in self.rules.values():
+            yield self.finding(alike.broken, end)
 
     def advise(self, first: Broken, end: End) -> str:
         """Return what to do next."""
@@ -177,7 +198,7 @@ class RuleVerdict(Verdict):
         return ()
 
     def finding(self, group: list[Broken], end: End) -> Finding:
-        """Return the finding for one rule, broken once or more."""
+        """Return the finding for one rule; `group` are the first times that it was broken."""
         first = group[0]
         certain: Certainty = "undecidable" if first.blind else "proven"
         shown = [*first.before, *(broken.event for broken in group[:6])]
@@ -185,7 +206,8 @@ class RuleVerdict(Verdict):
         noticed = isinstance(first.event, ev.InvariantViolated)
         said = "" if noticed else f" (event {first.event.seq}: {words.describe(first.event)})"
         who = f" of rank {first.rank}" if first.is_report and first.rank >= 0 else ""
-        times = f" ({len(group)} times in all)" if len(group) > 1 else ""
+        number = self.rules[first.rule].number
+        times = f" ({number:,} times in all)" if number > 1 else ""
         return Finding(
             kind=self.kinds[0],
             certainty=certain,

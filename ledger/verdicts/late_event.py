@@ -14,6 +14,7 @@ from ledger.verdicts._ends import is_hard, is_near
 from ledger.verdicts._rules import Broken, RuleVerdict
 
 KEPT_LATE = 200
+"""Late results of one sort that are kept; the rest is only counted."""
 
 
 class LateEvent(RuleVerdict):
@@ -26,15 +27,15 @@ class LateEvent(RuleVerdict):
         super().__init__(trail)
         self._ignored: dict[tuple[str, str], list[ev.ReportIgnored]] = {}
         self._before: dict[tuple[str, str], list[ev.Event]] = {}
-        self._count = 0
+        self._counts: dict[tuple[str, str], int] = {}
 
     def on_report_ignored(self, event: ev.ReportIgnored) -> None:
         """Note a result that came late."""
-        self._count += 1
-        if self._count <= KEPT_LATE:
-            sort = event.what, event.why
-            if sort not in self._ignored:
-                self._before[sort] = self.trail.last_end(event.request, load=event.load, transfer=event.transfer)
+        sort = event.what, event.why
+        number = self._counts[sort] = self._counts.get(sort, 0) + 1
+        if number == 1:
+            self._before[sort] = self.trail.last_end(event.request, load=event.load, transfer=event.transfer)
+        if number <= KEPT_LATE:
             self._ignored.setdefault(sort, []).append(event)
 
     def advise(self, first: Broken, end: End) -> str:
@@ -47,7 +48,8 @@ class LateEvent(RuleVerdict):
         for (what, why), late in self._ignored.items():
             first = late[0]
             subject = first.transfer or (f"load {first.load}" if first.load >= 0 else what)
-            times = f" ({len(late)} such results)" if len(late) > 1 else ""
+            number = self._counts[what, why]
+            times = f" ({number:,} such results)" if number > 1 else ""
             yield Finding(
                 kind="late_event",
                 certainty="proven",

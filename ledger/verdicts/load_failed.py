@@ -6,14 +6,14 @@ or a request, and because what they have in common names the cause:
     load_failed             a transfer from a prefill engine; or always the same ranks, and these have never loaded
                             anything: the lookup does not ask for the keys of all ranks. Or any other code, e.g.
                             LEASE_EXPIRED: the transfer outlasted the lease
-    evicted_before_load     the store had the key at the lookup and not at the load, longer than its lease later
+    evicted_before_load     the lookup had a hit, and the load did not find the key, longer than the lease later
     lost_store              this log saw the key stored, and the store lost it within its lease
 
 The last two are never more than suspected: what the store did is not in a log of the engine. One finding for each code.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
@@ -23,26 +23,38 @@ from ledger import events as ev
 from ledger.blocks import expand, from_ranges
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
+from ledger.verdicts._waits import with_events
 
 STORE_LEASE_S = 5.0
 """Mooncake's default lease: what a lookup has found stays for so long."""
 
 KEPT_LOADS = 500
-"""Failed loads of one code that are looked at; more of them say nothing new."""
+"""Failed loads of one code that are kept; the rest is only counted."""
 
-KEPT_RECOVERED = 2000
-"""Loads and transfers of which it is remembered what became of their requests."""
+KEPT_OPEN = 2000
+"""Failed loads and transfers of which it is not known yet what became of their requests."""
 
 TOLD_LOADS = 3
 """Failed loads that are told rank by rank."""
 
 KEPT_PUTS = 4096
-"""Calls whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
+"""Puts whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
 
 KEPT_LATE = 64
 """Failed loads whose calls are still taken after they have settled."""
 
 NOT_FOUND = "BLOCK_NOT_FOUND"
+
+
+class _Put(msgspec.Struct, frozen=True):
+    """A call that stored keys, and how it ended: every key that failed is named there."""
+
+    started: ev.TransferStarted
+    finished: ev.TransferFinished
+
+    def has_stored(self, keys: set[str]) -> bool:
+        """Return whether it has stored one of `keys`."""
+        return not keys.difference(failure.key for failure in self.finished.failures).isdisjoint(self.started.keys)
 
 
 class _Failed(msgspec.Struct):
@@ -65,7 +77,7 @@ class _Failed(msgspec.Struct):
     planned: ev.LoadPlanned | None
     looked_up: ev.LookupAnswered | None
     calls: list[ev.TransferStarted | ev.TransferFinished]
-    put: ev.TransferStarted | None = None
+    put: _Put | None = None
     by_rank: str = ""
 
     @property
@@ -98,6 +110,21 @@ class _Failed(msgspec.Struct):
         return tuple(keys) or tuple(each.key for each in (self.call.failures if self.call is not None else ()))
 
 
+class _Counted(msgspec.Struct):
+    """All failed loads or transfers of one sort, also those that are not kept.
+
+    Attributes:
+        became: how often each thing became of their requests, as far as it is known.
+        always: the ranks, if each of them failed on the same ones.
+        going: their requests that have not ended.
+    """
+
+    number: int = 0
+    became: dict[str, int] = {}
+    always: tuple[int, ...] = ()
+    going: set[str] = set()
+
+
 class LoadFailed(Verdict):
     """Reported failures of loads, by what they have in common."""
 
@@ -108,21 +135,28 @@ class LoadFailed(Verdict):
         self._failed: dict[str, list[_Failed]] = {}
         self._recvs: dict[tuple[str, str], list[ev.RecvFailed]] = {}
         self._before: dict[tuple[str, str], list[ev.Event]] = {}
-        self._count: dict[str, int] = {}
+        self._counted: dict[str, _Counted] = {}
+        self._open: dict[int | str, tuple[_Counted, str]] = {}
         self._loaded_ranks: set[int] = set()
-        self._puts: deque[ev.TransferStarted] = deque(maxlen=KEPT_PUTS)
-        self._became: dict[int | str, str] = {}
+        self._putting: dict[str, ev.TransferStarted] = {}
+        self._puts: deque[_Put] = deque(maxlen=KEPT_PUTS)
         self._promised: dict[int, ev.LookupAnswered] = {}
         self._late: dict[int, _Failed] = {}
 
     def on_transfer_started(self, event: ev.TransferStarted) -> None:
-        """Remember what was stored."""
+        """Remember what may be stored soon."""
         if event.op == "put":
-            self._puts.append(event)
+            if len(self._putting) >= KEPT_PUTS:  # the ends of the oldest ones are lost
+                del self._putting[next(iter(self._putting))]
+            self._putting[event.transfer] = event
         self._came_late(event)
 
     def on_transfer_finished(self, event: ev.TransferFinished) -> None:
-        """Take the end of a call for a load that is settled already."""
+        """Remember what was stored, and take the end of a call for a load that is settled already."""
+        started = self._putting.pop(event.transfer, None) if event.op == "put" else None
+        # Where not every key that failed is named, nothing is known of a single one.
+        if started is not None and event.outcome in ("ok", "partial") and event.failed_keys <= len(event.failures):
+            self._puts.append(_Put(started, event))
         self._came_late(event)
 
     def _came_late(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
@@ -134,7 +168,7 @@ class LoadFailed(Verdict):
     def _find_put(self, failed: _Failed) -> None:
         gone = failed.gone
         if gone and failed.put is None:
-            failed.put = next((put for put in self._puts if not gone.isdisjoint(put.keys)), None)
+            failed.put = next((put for put in self._puts if put.has_stored(gone)), None)
 
     def on_load_planned(self, event: ev.LoadPlanned) -> None:
         """Remember the lookup that promised it: under the policy `fail` the request ends before its load settles."""
@@ -150,19 +184,38 @@ class LoadFailed(Verdict):
 
     def on_load_recovered(self, event: ev.LoadRecovered) -> None:
         """Note what became of the request of a load."""
-        if len(self._became) < KEPT_RECOVERED:
-            self._became[event.load] = event.action
+        self._recovered(event.load, event.action)
 
     def on_recv_recovered(self, event: ev.RecvRecovered) -> None:
         """Note what became of the request of a transfer."""
-        if len(self._became) < KEPT_RECOVERED:
-            self._became[event.transfer] = event.action
+        self._recovered(event.transfer, event.action)
+
+    def _recovered(self, work: int | str, action: str) -> None:
+        counted, _ = self._open.pop(work, (None, ""))
+        if counted is not None:
+            counted.became[action] = counted.became.get(action, 0) + 1
+
+    def _request_ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
+        for counted in self._counted.values():
+            counted.going.discard(event.request)
+
+    on_request_finished = on_request_aborted = _request_ended
+
+    def _count(self, sort: str, work: int | str, request: str) -> _Counted:
+        """Count a failed load or transfer, and return the count of all of its sort."""
+        counted = self._counted.setdefault(sort, _Counted())
+        counted.number += 1
+        if request in self.state.book.requests:
+            counted.going.add(request)
+        self._open[work] = counted, request
+        if len(self._open) > KEPT_OPEN:
+            del self._open[next(iter(self._open))]
+        return counted
 
     def on_recv_failed(self, event: ev.RecvFailed) -> None:
         """Take a failed transfer from a prefill engine."""
         code = event.code or "UNKNOWN"
-        counted = f"recv {code} {event.stage}"
-        self._count[counted] = self._count.get(counted, 0) + 1
+        self._count(f"recv {code} {event.stage}", event.transfer, event.request)
         known = self._recvs.setdefault((code, event.stage), [])
         if not known:
             chain = self.trail.recvs[event.request]
@@ -180,7 +233,10 @@ class LoadFailed(Verdict):
         if not failures:
             return
         code = failures[0].code or "UNKNOWN"
-        self._count[code] = self._count.get(code, 0) + 1
+        planned = chain[0]
+        counted = self._count(code, event.load, planned.request if isinstance(planned, ev.LoadPlanned) else "")
+        ranks = tuple(sorted(each.rank for each in failures))
+        counted.always = ranks if counted.number == 1 or ranks == counted.always else ()
         known = self._failed.setdefault(code, [])
         if len(known) < KEPT_LOADS:
             known.append(self._take(event, chain, failures, promised, len(known)))
@@ -223,7 +279,8 @@ class LoadFailed(Verdict):
 
     def _finding(self, code: str, failed: list[_Failed]) -> Finding:
         first = failed[0]
-        same_ranks = self._same_ranks(failed)
+        counted = self._counted[code]
+        same_ranks = self._same_ranks(first, counted)
         kind, how, culprit, advice, doubt, shown, inferred = "load_failed", "", "", "", "", "", ""
         if same_ranks:
             how = f", always on {words.ranks(first.ranks)}, which loaded nothing in this log"
@@ -237,7 +294,9 @@ class LoadFailed(Verdict):
             )
         elif code == NOT_FOUND:
             kind, culprit, advice, doubt = self._gone(failed)
-            shown = "the lookup had a hit, and the load did not find the key" if doubt else ""
+            shown = "the lookup had a hit, and the load did not find the key" if culprit else ""
+            if culprit and not doubt:
+                inferred = "why: the store may have lost the key, or the lookup may not have asked for this one"
         elif code == "LEASE_EXPIRED":
             took = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
             culprit = (
@@ -252,18 +311,15 @@ class LoadFailed(Verdict):
             why = words.failure(code, first.failure.raw, first.failure.exception, first.failure.stage)
             culprit = f"{words.ranks(ranks)}: {why}"
             advice = f"{_action(code)} The worker log of {words.ranks(ranks)} at {_at(first.failure)} has the error."
-        number = self._count[code]
-        events = [first.put, first.looked_up, first.planned, first.call, first.failure, first.settled]
+        number = counted.number
+        missed = {key: (each.call or each.failure).ts_ns for each in failed[:20] for key in each.keys}
+        put = [first.put.started, first.put.finished] if first.put is not None else []
+        events = [*put, first.looked_up, first.planned, first.call, first.failure, first.settled]
         return Finding(
             kind=kind,
             certainty="suspected" if doubt else "proven",
             title=f"{words.plural(number, 'load')} failed with {code}{how}",
-            impact=_impact(
-                [self._became_of(each.load, each.request) for each in failed],
-                number,
-                failed[0].request,
-                self._unfinished(failed),
-            ),
+            impact=_impact(self._became(counted), number, first.request, len(counted.going)),
             since_seq=first.planned.seq if first.planned is not None else first.failure.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed if each.request)),
             blocks=listed(tuple(part for each in failed for part in (each.planned.blocks if each.planned else ()))),
@@ -273,8 +329,8 @@ class LoadFailed(Verdict):
             advice=advice,
             lead_seq=first.call.seq if first.call is not None else first.failure.seq,
             doubt=doubt,
-            facts={"keys": list(dict.fromkeys(key for each in failed[:20] for key in each.keys))},
-            chain=tuple(event for event in events if event is not None),
+            facts={"keys": list(missed), "missed_ts_ns": list(missed.values())},
+            chain=with_events((), (event for event in events if event is not None)),
             notes=tuple(
                 f"load {each.load} of request {each.request}: {each.by_rank}"
                 for each in failed[:TOLD_LOADS]
@@ -285,28 +341,26 @@ class LoadFailed(Verdict):
             inferred=inferred,
         )
 
-    def _became_of(self, work: int | str, request: str) -> str:
-        """Return what became of the request of a failed load or transfer; empty if this log does not say."""
-        ended = self.trail.ended.get(request)
-        return self._became.get(work, "") or ("aborted" if isinstance(ended, ev.RequestAborted) else "")
+    def _became(self, counted: _Counted) -> dict[str, int]:
+        """Return how often each thing became of the requests of failed loads or transfers, as far as it is known."""
+        ended = [self.trail.ended.get(request) for of, request in self._open.values() if of is counted]
+        aborted = sum(isinstance(each, ev.RequestAborted) for each in ended)
+        return counted.became | ({"aborted": aborted} if aborted else {})
 
-    def _unfinished(self, failed: Sequence[_Failed | ev.RecvFailed]) -> int:
-        """Return how many of their requests had not ended when the log did."""
-        return len({each.request for each in failed} & set(self.state.book.requests))
-
-    def _same_ranks(self, failed: list[_Failed]) -> bool:
+    def _same_ranks(self, first: _Failed, counted: _Counted) -> bool:
         """Return whether it is always the same ranks, some but not all, and these never load."""
-        first = failed[0]
+        ranks = counted.always
         return (
-            len(failed) > 1
-            and set(first.ranks) < set(first.all_ranks)
-            and all(each.ranks == first.ranks for each in failed)
-            and self._loaded_ranks.isdisjoint(first.ranks)
+            counted.number > 1
+            and bool(ranks)
+            and set(ranks) < set(first.all_ranks)
+            and self._loaded_ranks.isdisjoint(ranks)
         )
 
     def _transfers(self, code: str, stage: str, failed: list[ev.RecvFailed]) -> Finding:
         first = failed[0]
-        number = self._count[f"recv {code} {stage}"]
+        counted = self._counted[f"recv {code} {stage}"]
+        number = counted.number
         where = f" at {stage}" if stage else ""
         why = words.failure(code, first.raw, first.exception, first.stage)
         return Finding(
@@ -324,42 +378,39 @@ class LoadFailed(Verdict):
             lead_seq=first.seq,
             chain=(*self._before[code, stage][:6], *failed[:6]),
             facts={"transfers": [each.transfer for each in failed]},
-            impact=_impact(
-                [self._became_of(each.transfer, each.request) for each in failed],
-                number,
-                failed[0].request,
-                self._unfinished(failed),
-            ),
+            impact=_impact(self._became(counted), number, first.request, len(counted.going)),
         )
 
     @staticmethod
     def _gone(failed: list[_Failed]) -> tuple[str, str, str, str]:
-        """Return kind, culprit, advice and doubt for keys that the lookup had found."""
+        """Return kind, culprit, advice and doubt for keys that were not found although the lookup had a hit."""
         first = failed[0]
         if first.looked_up is None or first.call is None:
             return "load_failed", "", "", ""
-        began_ns = first.call.ts_ns - first.call.duration_ns
-        after_ns = began_ns - first.looked_up.ts_ns
-        after = f"{words.span(after_ns)} after the lookup had found it"
+        # By the scheduler's clock alone, so this is the latest moment at which the call can have begun.
+        after_ns = max(first.failure.mono_ns - first.call.duration_ns - first.looked_up.mono_ns, 0)
+        after = f"{words.span(after_ns)} after the lookup had a hit"
         if after_ns >= STORE_LEASE_S * 1e9:
+            lease = f"Mooncake's default lease of {STORE_LEASE_S:g} s"
             return (
                 "evicted_before_load",
-                f"the store: a key was gone {after}, when Mooncake's default lease of {STORE_LEASE_S:g} s had run out",
+                f"the store: a key was not found {after}, when {lease} had run out",
                 "Load sooner after the lookup, raise the lease, or give the store more room.",
                 "the store's evictions are not in this log; the log of its master would decide",
             )
         if first.put is not None:
-            call = words.call("put", first.put.transfer, first.put.rank)
+            put = first.put.finished
+            call = words.call("put", put.transfer, put.rank)
             return (
                 "lost_store",
-                f"the store: {call} had put the key (event {first.put.seq}), and it was gone {after}",
+                f"the store: {call} had put the key (event {put.seq}), and it was gone {after}",
                 f"See the master's log for a segment or a client that went away, up to {_at(first.failure)}.",
                 "the store's own doings are not in this log; the log of its master would decide",
             )
         return (
             "load_failed",
-            f"the store: a key was gone {after}",
-            f"See the log of the store's master up to {_at(first.failure)}.",
+            f"a key was not found {after}",
+            f"See the log of the store's master up to {_at(first.failure)}, and whose keys the lookup asks for.",
             "",
         )
 
@@ -383,29 +434,27 @@ def _by_rank(answers: list[ev.RankLoaded], known: str) -> str:
     return "; ".join(told)
 
 
-def _impact(became: list[str], number: int, request: str, unfinished: int) -> tuple[str, ...]:
-    """Return what became of the requests of `number` failures, as far as they are kept; `request` is the first."""
+def _impact(became: dict[str, int], number: int, request: str, unfinished: int) -> tuple[str, ...]:
+    """Return what became of the requests of `number` failures, as far as it is known; `request` is the first."""
     one = f"request {request}" if request else "its request"
     who = {1: f"{one} was", 2: "both were"}.get(number, f"all {number:,} were")
-    if set(became) == {"recomputed"} and len(became) == number:
+    if became == {"recomputed": number}:
         if unfinished:
             left = "" if number == 1 else f"{unfinished:,} of them "
             return (f"{who} sent back to be recomputed, and {left}had not ended when the log did",)
         return (f"no request failed: {who} recomputed, which costs time only",)
-    if number == 1 and became and became[0]:
+    if number == 1 and became:
+        action = next(iter(became))
         how = {"failed": "ended with an error", "gone": "had ended before", "aborted": "was aborted"}
-        return (f"{one} {how.get(became[0], became[0])}",)
-    counted: dict[str, int] = {}
-    for each in became:
-        counted[each] = counted.get(each, 0) + 1
+        return (f"{one} {how.get(action, action)}",)
     said = {
         "recomputed": "recomputed",
         "failed": "ended with an error",
         "gone": "had ended before",
         "aborted": "aborted",
     }
-    told = [f"{counted[each]:,} {word}" for each, word in said.items() if each in counted]
-    unknown = number - sum(counted.get(each, 0) for each in said)
+    told = [f"{became[each]:,} {word}" for each, word in said.items() if each in became]
+    unknown = number - sum(became.get(each, 0) for each in said)
     told += [f"of {unknown:,} it is not known"] if unknown else []
     if unknown == number:
         return (f"what became of {one if number == 1 else 'their requests'} is not in this log",)

@@ -18,6 +18,7 @@ ROUNDS = 3
 """Rounds that make a loop. Two may be chance: a key evicted twice."""
 
 KEPT_LOOPS = 200
+"""Requests that went round and are kept; the rest is only counted."""
 
 
 class _Rounds(msgspec.Struct):
@@ -36,6 +37,7 @@ class RetryLoop(Verdict):
         super().__init__(trail)
         self._rounds: dict[str, _Rounds] = {}
         self._loops: dict[str, _Rounds] = {}
+        self._number = 0
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Count a round when the load failed; a load that went well ends the counting."""
@@ -43,7 +45,8 @@ class RetryLoop(Verdict):
         planned = chain[0] if chain else None
         if not isinstance(planned, ev.LoadPlanned):
             return
-        if event.outcome != "failed":
+        # A request that has ended does not go round. Under the policy `fail` it ends before its load settles.
+        if event.outcome != "failed" or planned.request not in self.state.book.requests:
             self._rounds.pop(planned.request, None)
             return
         failed = next((each for each in chain if isinstance(each, ev.LoadFailed)), None)
@@ -55,8 +58,10 @@ class RetryLoop(Verdict):
         known.code = failed.code if failed is not None else ""
         if len(known.chain) < 12:
             known.chain += [planned, event]
-        if known.number >= ROUNDS and len(self._loops) < KEPT_LOOPS:
-            self._loops[planned.request] = known
+        if known.number == ROUNDS and planned.request not in self._loops:
+            self._number += 1
+            if self._number <= KEPT_LOOPS:
+                self._loops[planned.request] = known
 
     def _ended(self, event: ev.RequestFinished | ev.RequestAborted) -> None:
         if self._rounds:
@@ -70,8 +75,8 @@ class RetryLoop(Verdict):
             return
         requests = list(self._loops)
         first = self._loops[requests[0]]
-        more = f" and {words.plural(len(requests) - 1, 'more request')}" if len(requests) > 1 else ""
-        who = "the request got" if len(requests) == 1 else f"{len(requests):,} requests got"
+        more = f" and {words.plural(self._number - 1, 'more request')}" if self._number > 1 else ""
+        who = "the request got" if self._number == 1 else f"{self._number:,} requests got"
         yield Finding(
             kind="retry_loop",
             certainty="proven",

@@ -1,14 +1,17 @@
 """`stale_completion`: a rank's report was counted for another job than the one that the rank had finished.
 
 It happens when reports are kept by request: a request is preempted with a job open, comes back and saves again, and the
-late report of the old job is taken for the new one. Proven in two ways, and silent otherwise:
+late report of the old job is taken for the new one. It shows in two ways:
 
 *   the rank reports the younger job twice, and an older job of the same request, whose call has ended, gets no report;
 *   the younger job was counted as done on that rank before its own call began or ended there.
+
+It is proven once the older job's own report would have come. If that one comes, it was another report that was too
+many: an `over_report`, or an `early_free`.
 """
 
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -19,12 +22,16 @@ from ledger.trail import End, Trail
 from ledger.verdicts import Finding
 from ledger.verdicts._rules import RuleVerdict
 from ledger.verdicts._stale import Owed, owed_by_an_older_job
-from ledger.verdicts._waits import with_events
+from ledger.verdicts._waits import REPORT_NS, REPORT_STEPS, with_events
 
 KEPT_CHAIN = 12
 
 KEPT_CANDIDATES = 1000
 """Reports that may turn out to be stale. Each goes away as soon as the older job gets its own."""
+
+
+Work: TypeAlias = tuple[int, int]
+"""A job, and a rank of it."""
 
 
 class StaleCompletion(RuleVerdict):
@@ -38,11 +45,15 @@ class StaleCompletion(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._candidates: dict[tuple[int, int], tuple[ev.RankCompleted, Owed]] = {}
-        self._proven: dict[tuple[int, int], Finding] = {}
+        self._candidates: dict[Work, tuple[ev.RankCompleted, Owed]] = {}
+        self._found: dict[Work, tuple[Finding, ev.RankCompleted]] = {}
+        self._owed: dict[Work, list[Work]] = {}
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
         """Note a report that may be that of an older job; forget it when the older job gets its own."""
+        if self._owed:
+            for work in self._owed.pop((event.job, event.rank), ()):
+                self._found.pop(work, None)
         if len(self.state.book.jobs) < 2:
             return
         for key in [
@@ -56,13 +67,13 @@ class StaleCompletion(RuleVerdict):
             self._candidates[event.job, event.rank] = (event, owed)
 
     def on_transfer_started(self, event: ev.TransferStarted) -> None:
-        """A call that begins after its job was counted as done proves the mistake."""
+        """A call that begins after its job was counted as done shows the mistake."""
         if self._candidates:
             self._compare(event)
 
     def on_transfer_finished(self, event: ev.TransferFinished) -> None:
         """And so does one that ends after it; one that ended before clears the report."""
-        if self._proven:
+        if self._found:
             self._show((event.job, event.rank), event)
         if self._candidates:
             self._compare(event)
@@ -76,20 +87,22 @@ class StaleCompletion(RuleVerdict):
             owed = owed_by_an_older_job(self.trail, event)
             if owed is not None:
                 first = self._candidates.pop((event.job, event.rank), (None, owed))[0]
-                self._prove(
-                    event.job, event.rank, owed, first, event, f"rank {event.rank} reported job {event.job} twice"
-                )
+                how = f"rank {event.rank} reported job {event.job} twice"
+                self._find((event.job, event.rank), owed, [first, event], event, how)
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each report that was given to the wrong job, and for jobs that nobody knows."""
         yield from super().findings(end)
-        yield from self._proven.values()
+        for finding, report in self._found.values():
+            yield finding if _had_its_chance(report, end) else _suspected(finding)
 
-    def _show(self, work: tuple[int, int], event: ev.Event) -> bool:
+    def _show(self, work: Work, event: ev.Event) -> bool:
         """Add what came later of a job and rank to the finding about them; return whether there is one."""
-        known = self._proven.get(work)
+        known = self._found.get(work)
         if known is not None:
-            self._proven[work] = msgspec.structs.replace(known, chain=with_events(known.chain, [event])[:KEPT_CHAIN])
+            finding, report = known
+            shown = with_events(finding.chain, [event])[:KEPT_CHAIN]
+            self._found[work] = (msgspec.structs.replace(finding, chain=shown), report)
         return known is not None
 
     def _compare(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
@@ -100,48 +113,64 @@ class StaleCompletion(RuleVerdict):
         if event.ts_ns > completed.ts_ns and event.step > completed.step:
             del self._candidates[event.job, event.rank]
             verb = "began" if isinstance(event, ev.TransferStarted) else "ended"
-            self._prove(
-                event.job,
-                event.rank,
-                owed,
-                completed,
-                event,
-                f"job {event.job} was counted as done on rank {event.rank} before its own {event.op} {verb}",
-            )
+            how = f"job {event.job} was counted as done on rank {event.rank} before its own {event.op} {verb}"
+            self._find((event.job, event.rank), owed, [completed, event], completed, how)
         elif isinstance(event, ev.TransferFinished):
             del self._candidates[event.job, event.rank]
 
-    def _prove(
-        self, job: int, rank: int, owed: Owed, first: ev.RankCompleted | None, shown_by: ev.Event, how: str
+    def _find(
+        self, work: Work, owed: Owed, shown_by: Sequence[ev.Event | None], report: ev.RankCompleted, how: str
     ) -> None:
+        """Note that a report of `work` was that of an older job.
+
+        Args:
+            shown_by: the events that show it, the earliest first.
+            report: the last report among them.
+            how: what they show.
+        """
+        job, rank = work
+        if work in self._found:
+            return
         life = self.trail.requests.get(owed.request, [])
         preempted = [each for each in life if isinstance(each, ev.RequestPreempted) and each.seq > owed.registered.seq]
         younger = self.trail.jobs.get(job, [])[:1]
         settled = [each for each in self.trail.jobs.get(job, []) if isinstance(each, ev.JobSettled)]
-        events = [owed.registered, *preempted[:1], *younger, owed.ended, first, *settled, shown_by]
-        shown = {event.seq: event for event in events if event is not None}
-        since = first if first is not None else shown_by
+        events = [owed.registered, *preempted[:1], *younger, owed.ended, *settled, *shown_by]
+        since = next(event for event in shown_by if event is not None)
         request = words.request(owed.request, owed.generation)
-        self._proven.setdefault(
-            (job, rank),
-            Finding(
-                kind="stale_completion",
-                certainty="proven",
-                title=f"the report of store job {owed.job} of {request} was counted for job {job}: {how}",
-                since_seq=since.seq,
-                requests=(owed.request,),
-                jobs=(owed.job, job),
-                ranks=(rank,),
-                culprit=(
-                    f"concluded: reports are not kept by job: that of job {owed.job} came late and was given to job "
-                    f"{job}"
-                ),
-                advice="Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id).",
-                facts={"miscounted": {"rank": rank, "report_of": owed.job, "counted_for": job, "seq": since.seq}},
-                lead_seq=since.seq,
-                chain=tuple(shown[seq] for seq in sorted(shown)),
+        finding = Finding(
+            kind="stale_completion",
+            certainty="proven",
+            title=f"the report of store job {owed.job} of {request} was counted for job {job}: {how}",
+            since_seq=since.seq,
+            requests=(owed.request,),
+            jobs=(owed.job, job),
+            ranks=(rank,),
+            culprit=(
+                f"concluded: reports are not kept by job: that of job {owed.job} came late and was given to job {job}"
             ),
+            advice="Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id).",
+            facts={"miscounted": {"rank": rank, "report_of": owed.job, "counted_for": job, "seq": since.seq}},
+            lead_seq=since.seq,
+            chain=with_events((), (event for event in events if event is not None)),
         )
+        self._found[work] = (finding, report)
+        self._owed.setdefault((owed.job, rank), []).append(work)
+
+
+def _had_its_chance(report: ev.RankCompleted, end: End) -> bool:
+    """Return whether the older job's own report would have come when the log ends, if this was not it."""
+    return end.step - report.step >= REPORT_STEPS and end.now_mono_ns - report.mono_ns >= REPORT_NS
+
+
+def _suspected(finding: Finding) -> Finding:
+    owed = finding.jobs[0]
+    return msgspec.structs.replace(
+        finding,
+        certainty="suspected",
+        doubt=f"the log ends before the own report of job {owed} would have come; if it came, this one was another's",
+        facts={},
+    )
 
 
 def _has_ended(trail: Trail, event: ev.RankCompleted) -> bool:

@@ -13,9 +13,10 @@ from typing import ClassVar
 from ledger import events as ev
 from ledger import words
 from ledger.trail import Chain, End, Trail
-from ledger.verdicts import Finding, listed
+from ledger.verdicts import Certainty, Finding, listed
+from ledger.verdicts._ends import is_hard
 from ledger.verdicts._rules import RuleVerdict
-from ledger.verdicts._waits import Wait, certainty, ended_request, waits
+from ledger.verdicts._waits import REPORT_NS, REPORT_STEPS, Wait, certainty, ended_request, waits
 
 KEPT_FAILURES = 200
 
@@ -31,28 +32,35 @@ class UnreportedFailure(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._hidden: list[tuple[Chain, ev.RankLoaded, ev.TransferFinished, ev.LoadSettled]] = []
+        self._doubtful: dict[int, tuple[Chain, ev.LoadSettled]] = {}
         self._ignored: dict[str, ev.ReportIgnored] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
-        """Compare what each rank answered with how its last call ended."""
-        if event.outcome != "loaded" or len(self._hidden) >= KEPT_FAILURES:
+        """Keep a load that went well although a call for it failed: what made that good may come in later."""
+        if event.outcome != "loaded" or len(self._doubtful) >= KEPT_FAILURES:
             return
         chain = self.trail.loads[event.load]
-        last = {each.rank: each for each in chain if isinstance(each, ev.TransferFinished)}
-        if all(call.outcome == "ok" for call in last.values()):
-            return
-        for answer in chain:
-            if isinstance(answer, ev.RankLoaded) and answer.outcome == "loaded":
-                call = last.get(answer.rank)
-                if call is not None and call.outcome != "ok" and call.ts_ns <= answer.ts_ns:
-                    self._hidden.append((chain, answer, call, event))
+        if _swallowed(chain):
+            self._doubtful[event.load] = ([*chain], event)
+
+    def _came_late(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
+        """Take evidence of a load that has settled: a later call may have made the failure good."""
+        known = self._doubtful.get(event.load)
+        if known is not None:
+            known[0].append(event)
+            if not _swallowed(known[0]):
+                del self._doubtful[event.load]
+
+    on_transfer_started = on_transfer_finished = _came_late
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the failures that were hidden, and those that were met with silence."""
         yield from super().findings(end)
-        for chain, answer, call, settled in self._hidden:
-            yield self._answered_well(chain, answer, call, settled)
+        for chain, settled in self._doubtful.values():
+            if _is_told(settled, end):
+                for answer, call in _swallowed(chain):
+                    if call is not None:
+                        yield self._answered_well(chain, answer, call, settled)
         for wait in waits(self.trail, end):
             if wait.what in ("load", "recv") and wait.overdue and not wait.failed:
                 yield from self._silent(wait, end)
@@ -63,15 +71,15 @@ class UnreportedFailure(RuleVerdict):
         planned = chain[0]
         request = planned.request if isinstance(planned, ev.LoadPlanned) else call.request
         blocks = planned.blocks if isinstance(planned, ev.LoadPlanned) else ()
-        shown = [planned, call, answer, settled]
+        shown = sorted((planned, call, answer, settled), key=lambda event: event.seq)
         why = words.failure(*_code(call), call.exception)
+        certain, doubt = self._certainty(planned, answer.rank)
         return Finding(
             kind="unreported_failure",
-            certainty="proven",
+            certainty=certain,
             title=(
                 f"rank {answer.rank} answered that load {answer.load} of request {request} went well, although its "
-                "last get "
-                f"ended {call.outcome}{': ' + why if why else ''}"
+                f"last get{' in this log' if doubt else ''} ended {call.outcome}{': ' + why if why else ''}"
             ),
             since_seq=call.seq,
             requests=(request,),
@@ -82,12 +90,31 @@ class UnreportedFailure(RuleVerdict):
             advice=(
                 "Do not trust the output of the request, and reset the prefix cache. Look for the error in the worker "
                 f"log of rank {answer.rank} at {words.clock(call.ts_ns)} UTC."
+                if not doubt
+                else f"See in the worker log of rank {answer.rank} from {words.clock(call.ts_ns)} UTC on whether it "
+                "tried again and got all. If not, do not trust the output of the request, and reset the prefix cache."
             ),
             lead_seq=call.seq,
+            doubt=doubt,
             chain=tuple(shown),
             loads=(answer.load,),
-            impact=(f"the answer of request {request} is unreliable: it went on with KV that did not arrive",),
+            impact=(
+                f"the answer of request {request} is unreliable: it went on with KV that did not arrive"
+                if not doubt
+                else f"if KV did not arrive, the answer of request {request} is unreliable",
+            ),
         )
+
+    def _certainty(self, planned: ev.Event, rank: int) -> tuple[Certainty, str]:
+        """Return how certain it is that the last get of a rank in this log is its last one, and why it may not be."""
+        for gap in self.trail.gaps:
+            if gap.seq > planned.seq and gap.origin in (f"rank {rank}", "workers"):
+                return "undecidable", (
+                    f"{words.lost(gap.dropped)} of {gap.origin} {'is' if gap.dropped == 1 else 'are'} lost at event "
+                    f"{gap.seq} ({gap.reason}), and a later get that went well may be among them; the log of that "
+                    "worker would decide"
+                )
+        return "proven", ""
 
     def _until(self, wait: Wait) -> str:
         """Return up to where there is no report: what came after the end of the request was ignored."""
@@ -156,6 +183,35 @@ class UnreportedFailure(RuleVerdict):
             facts={"transfers": [wait.transfer] if wait.transfer else []},
             loads=(wait.number,) if wait.what == "load" else (),
         )
+
+
+def _swallowed(chain: Chain) -> list[tuple[ev.RankLoaded, ev.TransferFinished | None]]:
+    """Return the answers `loaded` of ranks of which no call is known to have ended well after one that failed.
+
+    With each stands the rank's last call, which failed; None while a later call of it has not returned.
+    """
+    found: list[tuple[ev.RankLoaded, ev.TransferFinished | None]] = []
+    for answer in chain:
+        if not isinstance(answer, ev.RankLoaded) or answer.outcome != "loaded":
+            continue
+        is_open: dict[str, None] = {}
+        last: ev.TransferFinished | None = None
+        for call in chain:
+            if isinstance(call, ev.TransferStarted) and call.rank == answer.rank:
+                is_open[call.transfer] = None
+            elif isinstance(call, ev.TransferFinished) and call.rank == answer.rank:
+                is_open.pop(call.transfer, None)
+                last = call
+        if last is not None and last.outcome != "ok" and last.ts_ns <= answer.ts_ns:
+            found.append((answer, None if is_open else last))
+    return found
+
+
+def _is_told(settled: ev.LoadSettled, end: End) -> bool:
+    """Return whether all evidence from before a load has settled would have come in when the log ends."""
+    if end.how == "closed" and not is_hard(end):
+        return True
+    return end.step - settled.step >= REPORT_STEPS and end.now_mono_ns - settled.mono_ns >= REPORT_NS
 
 
 def _code(call: ev.TransferFinished) -> tuple[str, str]:

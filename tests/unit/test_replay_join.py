@@ -96,6 +96,37 @@ def test_a_push_that_failed_on_the_other_side_is_the_culprit():
     assert "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1)" in stall.culprit
 
 
+@pytest.mark.parametrize("end", ["sent", "open", "failed"])
+def test_a_push_that_was_repeated_is_told_by_its_last_call_and_the_event_of_that(end: str):
+    prefill, decode = Script("prefill", role="kv_producer"), Script("decode", role="kv_consumer", ranks=2)
+    prefill.runs("R")
+    prefill.sends("x1", "R")
+    prefill.holds("x1", "R", blocks=(1, 8))
+    about = {"transfer": "x1", "rank": 0, "op": "push", "request": "R", "peer": "tp0 pp0"}
+    for outcome in ("failed", end):
+        prefill.send_started(transfer="x1", request="R", rank=0, peer="tp0 pp0")
+        with prefill.rank(0):
+            prefill.transfer_started(**about)
+            if outcome == "failed":
+                prefill.transfer_finished(**about, outcome="failed", code="TRANSFER_FAILED", raw="-1")
+            elif outcome == "sent":
+                prefill.transfer_finished(**about)
+    if end == "sent":
+        prefill.rank_sent(transfer="x1", request="R", rank=0, pushes=2)
+        prefill.send_settled(transfer="x1", request="R")
+    decode.arrives("R")
+    decode.receives("x1", "R", blocks=(11, 18))
+    decode.passes(600)
+    stall = next(each for log, each in joined(prefill.events, decode.closes().events).findings if log == 1)
+    said = {
+        "sent": "the prefill engine prefill settled it as sent (event 14 of 0.db)",
+        "open": "the prefill engine prefill began to push and did not end",
+        "failed": "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1) (event 12 of 0.db)",
+    }
+    assert said[end] in stall.culprit
+    assert end == "failed" or "failed" not in stall.culprit
+
+
 @pytest.mark.parametrize("seconds", [0.0, 3600.0, -3600.0])
 def test_a_peer_settles_over_a_failed_push_after_that_push_whatever_the_clocks_say(seconds: float):
     prefill, decode = Script("prefill"), Script("decode")
@@ -117,6 +148,51 @@ def test_a_peer_settles_over_a_failed_push_after_that_push_whatever_the_clocks_s
     assert order.index((0, "transfer_finished")) < order.index((1, "peer_settled"))
     (settled,) = [step for step in steps if isinstance(step.event, ev.PeerSettled)]
     assert not settled.by_clock
+
+
+def missed_and_put(*, put_s: float, outcome: str = "ok") -> str:
+    """What a reader that misses keys after 100 s is told of a writer that puts them at some other time."""
+    reader, writer = Script("reader", policy="recompute", start_s=100), Script("writer", start_s=put_s)
+    reader.arrives("Q")
+    reader.loads(0, "Q", blocks=(11, 12))
+    call = reader.get_begins(0, keys=("k0", "k1"))
+    reader.ends(call, "failed", code="BLOCK_NOT_FOUND", raw="-704")
+    reader.answers(0, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    writer.runs("Z")
+    writer.saves(0, "Z", blocks=(1, 2))
+    writer.ends(writer.put_begins(0, keys=("k0", "k1")), outcome)
+    ((_, finding),) = joined(reader.closes().events, writer.closes().events).findings
+    return finding.culprit
+
+
+def test_of_a_put_in_another_log_only_the_clocks_say_when_it_was():
+    said = "job 0 of engine writer put 2 of these 2 keys (k0, k1) (event 6 of 1.db; only the clocks say when)"
+    assert f"{said}, which ended ok" in missed_and_put(put_s=0)
+
+
+def test_a_put_that_the_clocks_place_after_the_key_was_missed_is_not_told():
+    assert "writer" not in missed_and_put(put_s=3600)
+
+
+def test_a_put_that_failed_is_not_said_to_have_put_the_key():
+    assert "job 0 of engine writer tried to put 2 of these 2 keys" in missed_and_put(put_s=0, outcome="failed")
+
+
+def test_a_key_that_was_put_again_later_is_told_by_the_put_before_it_was_missed():
+    reader, writer = Script("reader", policy="recompute", start_s=100), Script("writer")
+    writer.runs("Z")
+    writer.stores(0, "Z", blocks=(1, 2), keys=("k0", "k1"))
+    writer.passes(3600)
+    writer.stores(1, "Z", blocks=(3, 4), keys=("k0", "k1"))
+    reader.arrives("Q")
+    for load, key in enumerate(("k0", "k1")):  # the second one is missed after the first one was put again
+        reader.passes(7200 * load)
+        reader.loads(load, "Q", blocks=(11, 11))
+        reader.ends(reader.get_begins(load, keys=(key,)), "failed", code="BLOCK_NOT_FOUND", raw="-704")
+        reader.answers(load, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
+    ((_, finding),) = joined(reader.closes().events, writer.closes().events).findings
+    assert finding.elsewhere == ((1, 0),)
+    assert "job 0 of engine writer put 1 of these 2 keys (k0)" in finding.culprit
 
 
 def test_an_engine_that_is_never_on_that_side_is_not_said_to_know_nothing():

@@ -732,6 +732,71 @@ def test_many_broken_rules_of_one_sort_are_one_finding():
     assert "(50 times in all)" in finding.title
 
 
+def test_a_rule_that_was_broken_more_often_than_is_kept_is_counted_and_hides_no_other_one():
+    log = Script(ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    for _ in range(301):
+        log.rank_completed(job=0, rank=0)
+    log.rank_completed(job=0, rank=7)
+    twice, unexpected = replay(log.events, "live").findings
+    assert "(300 times in all)" in twice.title
+    assert unexpected.ranks == (7,)
+
+
+def test_late_results_that_are_more_than_is_kept_are_counted_and_hide_no_other_sort():
+    log = Script()
+    for number in range(300):
+        log.report_ignored(what="recv", why="late", request=f"R{number}", transfer=f"x{number}", rank=0)
+    log.report_ignored(what="send", why="another", request="S", transfer="y", rank=0)
+    many, other = replay(log.closes().events).findings
+    assert "(300 such results)" in many.title
+    assert other.title.endswith("was ignored: another")
+
+
+def reported_twice(*, own: bool, seconds: float = 5, times: int = 1) -> Script:
+    """A job of a request is reported twice while the report of an older one, whose put has ended, is on its way."""
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(30, 37))
+    log.steps()
+    log.preempts("R")
+    log.resumes("R")
+    log.saves(1, "R", blocks=(40, 47), generation=2)
+    log.puts(0, keys="ab")
+    log.puts(1, keys="cd")
+    for _ in range(1 + times):
+        log.steps()
+        log.rank_completed(job=1, rank=0)
+    log.passes(seconds, steps=int(100 * seconds))
+    if own:
+        log.reports(0)
+    log.job_settled(job=1)
+    log.blocks_freed(job=1, blocks=((0, ((40, 47),)),))
+    log.finishes("R", 2)
+    return log
+
+
+@pytest.mark.parametrize("seconds", [0, 5])
+def test_a_report_too_many_is_not_that_of_an_older_job_that_gets_its_own(seconds: float):
+    events = reported_twice(own=True, seconds=seconds).closes().events
+    finding = only(replay(events))
+    assert (finding.kind, finding.certainty, finding.jobs) == ("over_report", "proven", (1,))
+
+
+def test_reports_too_many_are_counted_beyond_what_is_kept_of_them_until_the_older_job_gets_its_own():
+    events = reported_twice(own=True, times=300).closes().events
+    assert "(300 times in all)" in only(replay(events)).title
+
+
+def test_a_report_too_many_is_that_of_an_older_job_once_the_own_report_of_that_one_would_have_come():
+    early, late = reported_twice(own=False, seconds=0), reported_twice(own=False)
+    finding = replay(early.events, "live").findings[0]
+    assert (finding.kind, finding.certainty, finding.jobs) == ("stale_completion", "suspected", (0, 1))
+    assert "before the own report of job 0 would have come" in finding.doubt
+    assert kinds(replay(late.events, "live"))[0] == "stale_completion proven"
+
+
 def test_a_failed_call_that_was_tried_again_and_went_well_is_no_finding():
     log = Script()
     log.arrives("R")
