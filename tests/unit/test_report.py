@@ -312,8 +312,8 @@ def test_the_logs_of_two_boots_of_one_engine_are_told_apart_by_their_boots(tmp_p
         "What happened on engine vllm, boot b1 (incident 1): ",
         "8 of 99 blocks of engine vllm, boot b1 are still held",
         "8 of 99 blocks of engine vllm, boot b2 are still held",
-        "On engine vllm, boot b1: Take a stack",
-        "On engine vllm, boot b2: Take a stack",
+        "On engine vllm, boot b1: The engine has shut down",
+        "On engine vllm, boot b2: The engine has shut down",
     ):
         assert says in told
     assert "On engine vllm: " not in told

@@ -150,6 +150,7 @@ def no_failure_log(monkeypatch: pytest.MonkeyPatch):
     logger = logging.getLogger("kvledger.failures")
     before, propagate = list(logger.handlers), logger.propagate
     logger.handlers.clear()
+    logger.propagate = True
     yield
     for handler in logger.handlers:
         handler.close()
