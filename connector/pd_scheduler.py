@@ -62,7 +62,7 @@ from connector.pd_reports import (
 )
 from connector.requests import GroupIds, RequestObserver, generation_of, without_null
 from ledger import events as ev
-from ledger.blocks import Blocks, to_ranges
+from ledger.blocks import Blocks, from_ranges, to_ranges
 from ledger.transfers import Recv, Send
 
 logger = logging.getLogger("kvledger")
@@ -241,6 +241,9 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             return False
         prefill = str(params.get("remote_engine_id", ""))
         known = self._book.prefills.get(prefill, {})
+        self._requests.allocated(
+            name, generation_of(request), [(group, from_ranges(ranges)) for group, ranges in blocks]
+        )
         registered = self.books.record(
             ev.RecvRegistered,
             transfer=transfer,

@@ -160,6 +160,19 @@ def test_a_request_waits_until_its_peers_have_written(make: Make) -> None:
     engine.all_is_back()
 
 
+def test_blocks_that_a_peer_may_still_write_are_seen_when_another_recv_gets_them(make: Make) -> None:
+    engine = make()
+    waiting(engine)
+    held = engine.scheduler.kv_cache_manager.get_block_ids("r")[0]
+    for block in reversed(held):  # vLLM does so only by mistake
+        engine.pool.free_blocks([engine.pool.blocks[block]])
+    engine.add("s", PROMPT, max_tokens=2, transfer=pull("s"))
+    engine.told()
+    (given,) = engine.of(ev.BlocksAllocated)
+    assert (given.request, sorted(numbers(given.blocks))) == ("s", sorted(held))
+    assert given.seq < engine.of(ev.RecvRegistered)[-1].seq
+
+
 def test_the_peers_that_are_expected_are_known_from_the_last_transfer(make: Make) -> None:
     engine = make()
     waiting(engine, "first")
