@@ -75,6 +75,7 @@ class Books:
         self._receiver: EvidenceReceiver | None = None
         self._finishing = threading.Lock()
         self._finished = False
+        self._closed = False
         self._told: set[str] = set()
         self.next_watch_step = WATCH_INTERVAL_STEPS
         self._stall_suspect_ns = int(settings.stall_suspect_s * 1e9)
@@ -166,6 +167,9 @@ class Books:
 
     def close(self) -> None:
         """Close the log in order. A second call does nothing. Never raises: the engine is on its way out."""
+        if self._closed:
+            return
+        self._closed = True
         failure = sys.exc_info()[1]
         if self._receiver is not None:
             self._receiver.close(CLOSE_TIMEOUT_S)
@@ -210,7 +214,8 @@ class Books:
         atexit.register(self._flush)
 
     def _flush(self) -> None:
-        self._finished = True  # what vLLM destroys from here on must not append to a log that nobody writes any more
+        # What vLLM destroys from here on must not append to a log that nobody writes any more, or use modules that go.
+        self._finished = self._closed = True
         if self._writer is not None:
             self._writer.flush()
 
