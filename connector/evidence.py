@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zmq
@@ -43,32 +43,61 @@ POLL_MS = 100
 class EvidenceBatch(msgspec.Struct, frozen=True, array_like=True):
     """One message.
 
-    Who sends, how many events were lost since the last one, the events, and whether it is the last one.
+    Of which engine it is, who sends, how many events were lost since the last one, the events, and whether it is the
+    last one.
     """
 
+    engine: str
     origin: str
     lost: int
     events: tuple[ev.AnyEvent, ...]
     goodbye: bool = False
 
 
-def evidence_address(vllm_config: "VllmConfig", connector: str, settings: Settings) -> str:
-    """Return the ZeroMQ address that the engine process binds and its workers connect to.
+class EvidenceAddress(NamedTuple):
+    """Where the evidence of an engine goes.
 
-    Both sides derive it from the configuration they share, so nothing has to be handed over. Socket files have short
-    names, because their paths are limited to 107 bytes.
+    Attributes:
+        place: the ZeroMQ address that the engine process binds and its workers connect to.
+        engine: the engine, in an operator's words. What another one sends to this place is not taken.
     """
-    if settings.evidence_address:
-        return settings.evidence_address
-    from vllm import envs  # noqa: PLC0415 - vLLM reads the environment on import, so as late as possible
 
-    transfer = vllm_config.kv_transfer_config
-    engine = transfer.engine_id if transfer is not None else ""
-    name = f"{connector} {engine} {vllm_config.parallel_config.data_parallel_index}"
-    return f"ipc://{Path(envs.VLLM_RPC_BASE_PATH) / ('kvledger-' + hashlib.sha256(name.encode()).hexdigest()[:16])}"
+    place: str
+    engine: str
 
 
-_receivers: dict[str, "EvidenceReceiver"] = {}
+def evidence_address(vllm_config: "VllmConfig", connector: str, settings: Settings) -> EvidenceAddress:
+    """Return where the evidence of an engine goes.
+
+    Both sides derive it from the configuration they share, so nothing has to be handed over. Engines may have the same
+    settings: to a socket file's path each adds a name of its own, to a port its data-parallel index. The name is short,
+    because such paths are limited to 107 bytes.
+    """
+    engine = _engine(vllm_config, connector)
+    place = settings.evidence_address
+    if not place:
+        from vllm import envs  # noqa: PLC0415 - vLLM reads the environment on import, so as late as possible
+
+        place = f"ipc://{Path(envs.VLLM_RPC_BASE_PATH) / 'kvledger'}"
+    if place.startswith("ipc://"):
+        return EvidenceAddress(f"{place}-{hashlib.sha256(engine.encode()).hexdigest()[:16]}", engine)
+    host, _, port = place.rpartition(":")
+    if port.isdecimal():
+        place = f"{host}:{int(port) + vllm_config.parallel_config.data_parallel_index}"
+    return EvidenceAddress(place, engine)
+
+
+def _engine(vllm_config: "VllmConfig", connector: str) -> str:
+    """Return what names an engine, in its own process and in all of its workers."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    name = str(transfer.engine_id) if transfer is not None else ""
+    if parallel.nnodes_within_dp > 1:
+        # The workers on its other nodes are started with a configuration of their own, in which vLLM draws another id.
+        name = f"at {parallel.master_addr}:{parallel.master_port}"
+    return f"{connector} of engine {name}, data-parallel index {parallel.data_parallel_index}"
+
+
+_receivers: dict[EvidenceAddress, "EvidenceReceiver"] = {}
 """The receivers of this process by address: with one worker, vLLM runs it in the engine process itself."""
 
 
@@ -76,12 +105,12 @@ class EvidenceSender:
     """A worker's end. `emit` may be called from any thread.
 
     Args:
-        address: the engine process's address.
+        address: where the engine process takes evidence.
         origin: this worker, as it stands in events: `rank <n>`.
         limit_events: events that may wait to be sent.
     """
 
-    def __init__(self, address: str, origin: str, limit_events: int) -> None:
+    def __init__(self, address: EvidenceAddress, origin: str, limit_events: int) -> None:
         self.origin = origin
         self.step = 0
         """The engine step that events are stamped with."""
@@ -126,7 +155,7 @@ class EvidenceSender:
             socket.setsockopt(zmq.LINGER, 500)
             socket.setsockopt(zmq.SNDHWM, 64)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # without a peer, sending must fail instead of filling memory
-            socket.connect(self._address)
+            socket.connect(self._address.place)
             while not self._stopping:
                 self._wake.wait()
                 self._wake.clear()
@@ -143,7 +172,8 @@ class EvidenceSender:
         with self._lost_lock:
             lost, self._lost = self._lost, 0
         if socket.poll(SEND_TIMEOUT_MS, zmq.POLLOUT):
-            socket.send(msgspec.msgpack.encode(EvidenceBatch(self.origin, lost, events, goodbye)))
+            batch = EvidenceBatch(self._address.engine, self.origin, lost, events, goodbye)
+            socket.send(msgspec.msgpack.encode(batch))
             return True
         with self._lost_lock:
             self._lost += lost + len(events)
@@ -155,18 +185,19 @@ class EvidenceReceiver:
 
     Args:
         log: the log that evidence is appended to.
-        address: what to bind.
+        address: what to bind, and whose evidence to take.
         ranks: how many workers will send.
         on_goodbye: called once, on the receiver's thread, when all of them have said goodbye.
     """
 
-    def __init__(self, log: Log, address: str, ranks: int, on_goodbye: Callable[[], None]) -> None:
+    def __init__(self, log: Log, address: EvidenceAddress, ranks: int, on_goodbye: Callable[[], None]) -> None:
         self._log = log
         self._ranks = ranks
         self._on_goodbye = on_goodbye
         self._gone: set[str] = set()
         self._heard = threading.Condition()
         self._address = address
+        self._refused = False
         self._stopping = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
@@ -177,15 +208,16 @@ class EvidenceReceiver:
 
         An address that cannot be bound costs the evidence, not the engine: it is said once and recorded as a gap.
         """
+        place = self._address.place
         try:
-            self._socket.bind(self._address)
+            self._socket.bind(place)
         except zmq.ZMQError as error:
             self._socket.close(0)
-            self._log.lose("workers", 0, f"evidence cannot be received at {self._address}: {error}")
+            self._log.lose("workers", 0, f"evidence cannot be received at {place}: {error}")
             logger.error(  # noqa: TRY400 - one line, without a traceback
                 "kvledger: evidence cannot be received at %s (%s). The books are kept, but calls to the store are not "
                 "recorded. Set evidence_address to an address that is free.",
-                self._address,
+                place,
                 error,
             )
             return
@@ -203,8 +235,8 @@ class EvidenceReceiver:
         self._stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        if self._address.startswith("ipc://"):
-            Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
+        if self._address.place.startswith("ipc://"):
+            Path(self._address.place.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _run(self) -> None:
         decoder = msgspec.msgpack.Decoder(EvidenceBatch)
@@ -226,6 +258,9 @@ class EvidenceReceiver:
         except msgspec.DecodeError as error:
             self._log.lose("workers", 1, f"a message of a worker could not be read: {error}")
             return
+        if batch.engine != self._address.engine:
+            self._refuse(batch)
+            return
         if batch.lost:
             self._log.lose(batch.origin, batch.lost, "the engine process did not take the evidence in time")
         for event in batch.events:
@@ -236,3 +271,15 @@ class EvidenceReceiver:
             with self._heard:
                 self._gone.add(batch.origin)
                 self._heard.notify_all()
+
+    def _refuse(self, batch: EvidenceBatch) -> None:
+        """Say once that another engine's evidence comes here. Taken for this one's, it would tell of calls never made.
+
+        Its goodbyes do not count either: this engine runs on.
+        """
+        if self._refused:
+            return
+        self._refused = True
+        reason = f"evidence of {batch.engine} came to {self._address.place} and is not taken"
+        self._log.lose("another engine", 0, reason)
+        logger.error("kvledger: %s. Give each engine an evidence_address of its own.", reason)

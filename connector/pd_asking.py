@@ -8,6 +8,7 @@ This file may know upstream's messages, ZeroMQ and asyncio.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -62,6 +63,7 @@ class Asking:
         """Results that came late or twice."""
         self.connected = False
         self.task: asyncio.Task[Any] | None = None
+        self.socket: Any = None
         self.watch: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -97,6 +99,27 @@ class _AskingSocket(zmq.asyncio.Socket):
         note_asked()
         return super().send(*args, **kwargs)
 
+    def close(self, linger: int | None = None) -> None:
+        """Close, as the base class does, and stop the monitor first, while it has a reader."""
+        _stop_monitor(self)
+        super().close(linger)
+
+
+def unwatch(socket: Any, monitor: Any) -> None:
+    """Stop a socket's monitor, then close its reader. A second call does nothing.
+
+    In this order: ZeroMQ waits until it can write an event, and what nobody reads can never be written. It is the
+    context's only I/O thread that would wait, or the thread that closes sockets, and no peer be heard any more.
+    """
+    _stop_monitor(socket)
+    monitor.close(linger=0)
+
+
+def _stop_monitor(socket: Any) -> None:
+    if not socket.closed:
+        with contextlib.suppress(zmq.ContextTerminated):
+            socket.disable_monitor()
+
 
 def note_asked() -> None:
     """Note that the running task has asked its peer."""
@@ -116,6 +139,12 @@ class WatchedContext(zmq.asyncio.Context):
         """Return a new socket, as the base class does."""
         made: Any = super().socket(socket_type, *args, **kwargs)
         asking = ASKING.get()
-        if asking is not None and socket_type == zmq.DEALER and self.watch is not None:
-            self.watch(asking, made)
+        if socket_type == zmq.PAIR:
+            made.setsockopt(zmq.RCVHWM, 0)  # it reads a monitor, which must never have to wait until it is read
+        elif asking is not None and socket_type == zmq.DEALER and self.watch is not None:
+            try:
+                self.watch(asking, made)
+            except BaseException:
+                made.close(linger=0)
+                raise
         return made

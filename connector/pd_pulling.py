@@ -50,7 +50,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from connector import pd_failures as failures
 from connector.failures import FailureLog
-from connector.pd_asking import ASKING, Asking, Pull, ReplyDecoder, WatchedContext
+from connector.pd_asking import ASKING, Asking, Pull, ReplyDecoder, WatchedContext, unwatch
 from connector.pd_desk import Desk, Evidence
 from connector.pd_reports import (
     NO_FAILURE,
@@ -259,8 +259,6 @@ class PullingWorker(MooncakeConnectorWorker):
             finally:
                 if asking.timer is not None:
                     asking.timer.cancel()
-                if asking.watch is not None:
-                    asking.watch.cancel()
 
     async def _ask_upstream(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
         try:
@@ -269,6 +267,11 @@ class PullingWorker(MooncakeConnectorWorker):
         except Exception as error:
             logger.exception("kvledger: asking %s of %s raised", asking.name, asking.engine)
             self._raised(asking, error)
+        finally:
+            if asking.socket is not None:
+                asking.socket.close(linger=0)  # upstream leaves one open that it could not connect
+            if asking.watch is not None:
+                asking.watch.cancel()
 
     def _raised(self, asking: Asking, error: BaseException) -> None:
         """Settle a peer over an exception if that means that it will not write, and else note that it is lost."""
@@ -444,32 +447,42 @@ class PullingWorker(MooncakeConnectorWorker):
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
         # ZeroMQ would name the monitor by the socket's file descriptor, which a socket that is closing still holds.
         name = f"inproc://kvledger-monitor-{next(self._monitor_numbers)}"
-        monitor = socket.get_monitor_socket(events | zmq.Event.MONITOR_STOPPED, name)
+        # Without MONITOR_STOPPED: to stop a monitor that nobody reads would be to wait for ever.
+        monitor = socket.get_monitor_socket(events, name)
+        asking.socket = socket
         asking.connected = False
-        asking.watch = self.receiver_loop.create_task(self._watch(asking, monitor))
+        asking.watch = self.receiver_loop.create_task(self._watch(asking, socket, monitor))
         self._running.add(asking.watch)
         asking.watch.add_done_callback(self._running.discard)
-        # Not in the task itself: one that is cancelled before it has begun runs no line of it.
-        asking.watch.add_done_callback(lambda _: monitor.close(linger=0))
+        # Not in the task alone: one that is cancelled before it has begun runs no line of it.
+        asking.watch.add_done_callback(lambda _: unwatch(socket, monitor))
 
-    async def _watch(self, asking: Asking, monitor: "zmq.asyncio.Socket") -> None:
+    async def _watch(self, asking: Asking, socket: "zmq.asyncio.Socket", monitor: "zmq.asyncio.Socket") -> None:
+        """Wait until the connection to a peer breaks, or none comes about, and see then what becomes of its pulls."""
         try:
-            deadline = self.receiver_loop.time() + envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT
-            while True:
-                left = None if asking.connected else max(0.0, deadline - self.receiver_loop.time())
-                try:
-                    message = await asyncio.wait_for(recv_monitor_message(monitor), left)
-                except TimeoutError:
-                    return await self._without_answer(asking, failures.NO_CONNECTION)
-                if message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
-                    asking.connected = True
-                elif message["event"] == zmq.Event.MONITOR_STOPPED:
-                    return None
-                elif asking.connected or await self._is_gone(asking):
-                    await asyncio.sleep(ANSWER_GRACE_S)
-                    return await self._without_answer(asking, failures.BROKEN)
+            failure = await self._connection_lost(asking, monitor)
         except zmq.ZMQError:
-            return None  # the worker ends
+            return  # the worker ends
+        # From here on the peer is looked for at its address. Its socket may go on trying to connect for minutes.
+        unwatch(socket, monitor)
+        await self._without_answer(asking, failure)
+
+    async def _connection_lost(self, asking: Asking, monitor: "zmq.asyncio.Socket") -> Failure:
+        deadline = self.receiver_loop.time() + envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT
+        while True:
+            try:
+                # Not `wait_for`: up to Python 3.11 it goes on when it is cancelled with its result at hand.
+                async with asyncio.timeout_at(None if asking.connected else deadline):
+                    message = await recv_monitor_message(monitor)
+            except TimeoutError:
+                return failures.NO_CONNECTION
+            if message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                asking.connected = True
+            elif asking.connected or await self._is_gone(asking):
+                await asyncio.sleep(ANSWER_GRACE_S)
+                return failures.BROKEN
+            elif self.receiver_loop.time() >= deadline:
+                return failures.NO_CONNECTION  # the next event may always be at hand
 
     async def _without_answer(self, asking: Asking, failure: Failure) -> None:
         """Fail the pulls of a peer that will not answer now, and settle them when it is certain that it is gone."""

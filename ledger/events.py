@@ -764,7 +764,8 @@ class Gap(Event, frozen=True, gc=False, omit_defaults=True, tag="gap"):
     """Events were dropped, and this stands in their place.
 
     Attributes:
-        origin: whose events: `scheduler`, `rank <n>`, `workers`, or `the file` where it was damaged and salvaged.
+        origin: whose events: `scheduler`, `rank <n>`, `workers`, `another engine` whose evidence came here and is not
+            taken, or `the file` where it was damaged and salvaged.
         dropped: how many.
         reason: why, in an operator's words.
         first_ts_ns, last_ts_ns: wall clock of the first and the last one dropped.

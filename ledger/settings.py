@@ -104,8 +104,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "evidence_address",
         "",
-        "Where workers send evidence to, e.g. `tcp://10.0.0.1:5600` when they run on several hosts. "
-        "Empty: a socket file on this host.",
+        "Where workers send evidence to, e.g. `tcp://10.0.0.1:5600` when they run on several hosts. A data-parallel "
+        "engine takes that port plus its index; any other engine needs a port of its own. `ipc://` begins the path of "
+        "a socket file, which each engine completes. Empty: a socket file on this host.",
         schemes=("tcp://", "ipc://"),
     ),
     Setting(

@@ -2,15 +2,18 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from connector.evidence import EvidenceReceiver, EvidenceSender
+from connector.evidence import EvidenceAddress, EvidenceReceiver, EvidenceSender, evidence_address
 from ledger import events as ev
 from ledger.log import Log
+from ledger.settings import parse
 from ledger.state import State
 from tests.unit.log_files import logged
 
@@ -24,7 +27,7 @@ def transfer(number: int, rank: int = 0) -> ev.TransferStarted:
 class Host:
     """A log with a receiver, as an engine process has them."""
 
-    def __init__(self, address: str, ranks: int = 1) -> None:
+    def __init__(self, address: EvidenceAddress, ranks: int = 1) -> None:
         self.log = Log(State())
         self.gone = threading.Event()
         self.receiver = EvidenceReceiver(self.log, address, ranks, self.gone.set)
@@ -36,19 +39,19 @@ class Host:
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> EvidenceAddress:
     if request.param == "ipc":
-        return f"ipc://{tmp_path}/evidence"
+        return EvidenceAddress(f"ipc://{tmp_path}/evidence", "this engine")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        return EvidenceAddress(f"tcp://127.0.0.1:{probe.getsockname()[1]}", "this engine")
 
 
 @pytest.fixture
 def sender() -> Iterator[Callable[..., EvidenceSender]]:
     made: list[EvidenceSender] = []
 
-    def make(address: str, rank: int = 0, limit_events: int = 100_000) -> EvidenceSender:
+    def make(address: EvidenceAddress, rank: int = 0, limit_events: int = 100_000) -> EvidenceSender:
         made.append(EvidenceSender(address, f"rank {rank}", limit_events))
         return made[-1]
 
@@ -58,7 +61,7 @@ def sender() -> Iterator[Callable[..., EvidenceSender]]:
 
 
 def test_evidence_arrives_in_order_and_gets_its_place_in_the_log(
-    address: str, sender: Callable[..., EvidenceSender]
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
 ) -> None:
     host = Host(address)
     host.receiver.start()
@@ -74,7 +77,7 @@ def test_evidence_arrives_in_order_and_gets_its_place_in_the_log(
 
 
 def test_a_worker_may_start_before_the_engine_process_listens(
-    address: str, sender: Callable[..., EvidenceSender]
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
 ) -> None:
     worker = sender(address)
     host = Host(address)
@@ -86,7 +89,7 @@ def test_a_worker_may_start_before_the_engine_process_listens(
 
 
 def test_what_a_full_queue_loses_is_counted_and_becomes_a_gap(
-    address: str, sender: Callable[..., EvidenceSender]
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
 ) -> None:
     worker = sender(address, limit_events=100)  # nobody listens yet, so the queue fills
     for number in range(1_000):
@@ -103,7 +106,7 @@ def test_what_a_full_queue_loses_is_counted_and_becomes_a_gap(
 
 
 def test_emitting_without_an_engine_process_neither_blocks_nor_raises(
-    address: str, sender: Callable[..., EvidenceSender]
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
 ) -> None:
     worker = sender(address, limit_events=10)
     for number in range(10_000):
@@ -111,7 +114,7 @@ def test_emitting_without_an_engine_process_neither_blocks_nor_raises(
 
 
 def test_the_log_is_closed_only_when_every_worker_has_said_goodbye(
-    address: str, sender: Callable[..., EvidenceSender]
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
 ) -> None:
     host = Host(address, ranks=2)
     host.receiver.start()
@@ -125,7 +128,7 @@ def test_the_log_is_closed_only_when_every_worker_has_said_goodbye(
 
 
 def test_a_worker_in_the_engine_process_ends_only_after_the_log_was_closed(
-    address: str, sender: Callable[..., EvidenceSender]
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
 ) -> None:
     closed: list[str] = []
 
@@ -140,7 +143,9 @@ def test_a_worker_in_the_engine_process_ends_only_after_the_log_was_closed(
     receiver.close(WAIT_S)
 
 
-def test_a_worker_that_ends_by_an_error_says_no_goodbye(address: str, sender: Callable[..., EvidenceSender]) -> None:
+def test_a_worker_that_ends_by_an_error_says_no_goodbye(
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
+) -> None:
     host = Host(address)
     host.receiver.start()
     worker = sender(address)
@@ -157,7 +162,7 @@ def test_an_address_in_use_costs_the_evidence_and_not_the_engine() -> None:
     with socket.socket() as taken, logged() as said:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        host = Host(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        host = Host(EvidenceAddress(f"tcp://127.0.0.1:{taken.getsockname()[1]}", "this engine"))
         host.receiver.start()
         (gap,) = host.events()
     assert isinstance(gap, ev.Gap)
@@ -165,14 +170,73 @@ def test_an_address_in_use_costs_the_evidence_and_not_the_engine() -> None:
     assert "Set evidence_address" in said.lines[0]
 
 
-def test_a_message_that_cannot_be_read_is_a_gap(address: str) -> None:
+def test_a_message_that_cannot_be_read_is_a_gap(address: EvidenceAddress) -> None:
     import zmq
 
     host = Host(address)
     host.receiver.start()
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        stranger.connect(address)
+        stranger.connect(address.place)
         stranger.send(b"not evidence")
     (gap,) = host.events()
     assert isinstance(gap, ev.Gap)
     assert "could not be read" in gap.reason
+
+
+# --- whose evidence it is ---------------------------------------------------------------------------------------------
+
+
+def test_what_another_engine_sends_here_is_not_taken_and_its_goodbye_does_not_count(
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
+) -> None:
+    host = Host(address)
+    with logged() as said:
+        host.receiver.start()
+        stranger = sender(EvidenceAddress(address.place, "another engine's name"))
+        stranger.emit(transfer(7))
+        stranger.close(WAIT_S)
+        own = sender(address)
+        own.emit(transfer(1))
+        deadline = time.monotonic() + WAIT_S
+        while host.log.last_seq < 2:  # the gap, and what is ours
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not host.gone.is_set()
+        sender(EvidenceAddress(address.place, "a third engine")).close(WAIT_S)
+        own.close(WAIT_S)
+        assert host.gone.wait(WAIT_S)
+        events = host.events()
+    (gap,) = [event for event in events if isinstance(event, ev.Gap)]
+    assert (gap.origin, gap.dropped) == ("another engine", 0)
+    assert gap.reason == f"evidence of another engine's name came to {address.place} and is not taken"
+    assert [event.job for event in events if isinstance(event, ev.TransferStarted)] == [1]
+    assert [line for line in said.lines if "evidence_address of its own" in line] == said.lines
+
+
+def config(index: int = 0, engine_id: str = "e", nodes: int = 1, **extra: Any) -> tuple[Any, str, Any]:
+    """Return what an engine, or a worker, derives its address from."""
+    parallel = {"data_parallel_index": index, "nnodes_within_dp": nodes, "master_addr": "h", "master_port": 29501}
+    both = {"parallel_config": SimpleNamespace(**parallel), "kv_transfer_config": SimpleNamespace(engine_id=engine_id)}
+    return SimpleNamespace(**both), "KVLedgerStoreConnector", parse(extra)
+
+
+def test_data_parallel_engines_have_ports_of_their_own() -> None:
+    places = [evidence_address(*config(index, evidence_address="tcp://[::1]:5600")).place for index in range(3)]
+    assert places == ["tcp://[::1]:5600", "tcp://[::1]:5601", "tcp://[::1]:5602"]
+    assert evidence_address(*config(2, evidence_address="tcp://10.0.0.1")).place == "tcp://10.0.0.1"
+
+
+@pytest.mark.parametrize("setting", [{}, {"evidence_address": "ipc:///run/kvledger/evidence"}])
+def test_engines_have_socket_files_of_their_own(setting: dict[str, str]) -> None:
+    places = {
+        evidence_address(*config(index, engine_id, **setting)).place for index in range(2) for engine_id in ("a", "b")
+    }
+    assert len(places) == 4
+    assert all(place.startswith(setting.get("evidence_address", "ipc://")) for place in places)
+
+
+def test_an_engine_and_its_workers_on_other_nodes_have_one_name_though_vllm_draws_an_id_for_each_node() -> None:
+    there, here = (evidence_address(*config(1, drawn, 2, evidence_address="tcp://h:1")) for drawn in ("drawn", "e_dp1"))
+    assert there == here
+    assert evidence_address(*config(0, "e", 2)).engine != here.engine
+    assert evidence_address(*config(1, "one")).engine != evidence_address(*config(1, "other")).engine

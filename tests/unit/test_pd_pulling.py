@@ -1,14 +1,22 @@
 """Every way in which a transfer can fail on the decode side: the real worker, and peers that misbehave on purpose."""
 
+import asyncio
 import contextlib
+import errno
 import json
+import socketserver
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from connector import pd_pulling
 from connector.failures import FailureLog
+from connector.pd_asking import ASKING, Asking
 from connector.pd_reports import LateReport, LostReport, PeerReport, PeersReport
 from connector.pd_stats import FAILURES
 from tests.engine.machine import free_port
@@ -375,6 +383,117 @@ def test_a_pull_is_finished_when_both_peers_have_sent(decode: Decode, two_peers:
     second.answer(Status.FINISH, ok=["r"])
     decode.until(lambda: decode.finished)
     assert decode.invalid == set()
+
+
+# --- one peer keeps no other from being heard -------------------------------------------------------------------------
+
+
+def others_are_heard(decode: Decode, world: contextlib.ExitStack) -> None:
+    """See that a pull from another prefill ends well."""
+    other = Peer()
+    bootstrap = Bootstrap("other-engine", tp0_pp0=other.address)
+    for close in (other.vanish, bootstrap.close):
+        world.callback(close)
+    decode.pull(bootstrap.address, {"healthy": [[7, 8]]}, engine="other-engine")
+    other.take()
+    other.answer(Status.FINISH, ok=["healthy"])
+    decode.until(lambda: "healthy" in decode.finished)
+    assert decode.invalid.isdisjoint({7, 8})
+
+
+def test_others_are_heard_beside_an_address_that_takes_every_connection_and_closes_it(
+    decode: Decode, bootstrap: Bootstrap, world: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a proxy does whose prefill is gone. ZeroMQ tries again ten times a second; here as often as it can, so that
+    # its socket has more to tell than a pipe of ZeroMQ's usual size holds.
+    monkeypatch.setenv("VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "0.1")
+    watch = decode.worker.watch_socket
+
+    def watch_hurried(asking: Asking, socket: "zmq.asyncio.Socket") -> None:
+        socket.setsockopt(zmq.RECONNECT_IVL, 1)
+        watch(asking, socket)
+
+    monkeypatch.setattr(decode.worker.async_zmq_ctx, "watch", watch_hurried)
+    taken: list[None] = []
+
+    class Closing(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            taken.append(None)
+
+    proxy = world.enter_context(socketserver.TCPServer(("127.0.0.1", 0), Closing))
+    threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
+    world.callback(proxy.shutdown)
+    bootstrap.add("tp0_pp0", f"tcp://127.0.0.1:{proxy.server_address[1]}")
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    (lost,) = decode.until_report(LostReport)
+    assert str(lost.failure.code) == "PEER_UNREACHABLE"
+    began = len(taken)
+    decode.until(lambda: len(taken) > began + 1_500, "1,500 connections")
+    others_are_heard(decode, world)
+    assert decode.finished == ["healthy"]
+
+
+def test_others_are_heard_when_a_connection_breaks_whose_peer_has_answered_for_all_and_is_not_done(
+    decode: Decode, bootstrap: Bootstrap, peer: Peer, world: contextlib.ExitStack
+) -> None:
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    peer.take()
+    peer.answer(Status.CONTINUE, ok=["r"])
+    decode.until(lambda: decode.finished)
+    for _ in range(2):  # the socket is still open, and connects again
+        peer.break_connection()
+        time.sleep(pd_pulling.ANSWER_GRACE_S + 0.2)
+    others_are_heard(decode, world)
+
+
+def test_sockets_are_given_back_however_soon_their_watch_ends(decode: Decode, peer: Peer) -> None:
+    # ZeroMQ closes a socket in a thread of its own; on a busy machine that is long after its owner has closed it.
+    async def ask(number: int) -> None:
+        asking = Asking("engine", f"peer {number}", peer.address, {})
+        ASKING.set(asking)
+        with decode.worker.async_zmq_ctx.socket(zmq.DEALER) as socket:
+            socket.connect(peer.address)
+            if number % 10:
+                time.sleep(0.002)  # there is a connection when the loop goes on
+            for _ in range(number % 10):
+                await asyncio.sleep(0)
+        assert asking.watch is not None
+        asking.watch.cancel()
+
+    def open_files() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    before = open_files()
+    for number in range(200):
+        asyncio.run_coroutine_threadsafe(ask(number), decode.worker.receiver_loop).result(20)
+    deadline = time.monotonic() + 5
+    while open_files() > before + 20:
+        assert time.monotonic() < deadline, f"{open_files() - before} files stay open"
+        time.sleep(0.05)
+
+
+def test_a_socket_that_cannot_be_watched_fails_the_pull_and_is_closed(
+    decode: Decode, bootstrap: Bootstrap, world: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets: list[zmq.asyncio.Socket] = []
+    watch = decode.worker.watch_socket
+
+    def watch_without_files(asking: Asking, socket: "zmq.asyncio.Socket") -> None:
+        sockets.append(socket)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zmq.asyncio.Context, "socket", too_many)
+            watch(asking, socket)
+
+    def too_many(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(decode.worker.async_zmq_ctx, "watch", watch_without_files)
+    decode.pull(bootstrap.address, {"r": BLOCKS})
+    fails(decode)
+    assert failure_of(decode) == ("UNKNOWN", "RECV", "tp0 pp0")
+    assert [socket.closed for socket in sockets] == [True]
+    monkeypatch.undo()
+    others_are_heard(decode, world)
 
 
 # --- late and twice ---------------------------------------------------------------------------------------------------

@@ -266,9 +266,16 @@ class Monitor:
 
     def __init__(self, process: Process) -> None:
         self._inbox = _Inbox(process)
+        self._closed = False
 
     def tell(self, event: int) -> None:
-        """Add an event."""
+        """Add an event.
+
+        Raises:
+            RuntimeError: it is closed. ZeroMQ's I/O thread would wait for ever, and no other peer be heard any more.
+        """
+        if self._closed:
+            raise RuntimeError("a socket tells a monitor that nobody reads any more")
         self._inbox.put([struct.pack("=hi", int(event), 0), b""])
 
     async def recv_multipart(self, flags: int = 0) -> list[bytes]:
@@ -277,7 +284,9 @@ class Monitor:
         return await self._inbox.get()
 
     def close(self, linger: int = 0) -> None:
-        """Nothing to close."""
+        """Read no more."""
+        del linger
+        self._closed = True
 
 
 class Dealer:
@@ -294,7 +303,7 @@ class Dealer:
         self._monitor: Monitor | None = None
         self._address = ""
         self._timeout_s: float | None = None
-        self._closed = False
+        self.closed = False
 
     def setsockopt(self, option: int, value: int) -> None:
         """Take the timeout; nothing else matters here."""
@@ -307,6 +316,10 @@ class Dealer:
         self._monitor = Monitor(self.process)
         return self._monitor
 
+    def disable_monitor(self) -> None:
+        """Tell the monitor no more."""
+        self._monitor = None
+
     def connect(self, address: str) -> None:
         """Begin to connect."""
         self._address = address
@@ -314,7 +327,7 @@ class Dealer:
 
     def _later(self, delay_ns: int, what: Callable[[], None]) -> None:
         def unless_closed() -> None:
-            if not self._closed and not self.process.loop.dead:
+            if not self.closed and not self.process.loop.dead:
                 what()
 
         self._network.clock.at(self._network.clock.now_ns + delay_ns, unless_closed)
@@ -340,7 +353,7 @@ class Dealer:
     def broken(self) -> None:
         """Lose the connection, and begin to connect again, as ZeroMQ does."""
         self._router = None
-        if not self._closed:
+        if not self.closed:
             self._tell(zmq.Event.DISCONNECTED)
             self._later(RETRY_NS, self._try)
 
@@ -354,7 +367,7 @@ class Dealer:
 
     def receive(self, message: bytes) -> None:
         """Take a message that has arrived."""
-        if not self._closed:
+        if not self.closed:
             self._inbox.put(message)
 
     async def recv(self) -> bytes:
@@ -371,10 +384,10 @@ class Dealer:
     def close(self, linger: int | None = None) -> None:
         """Disconnect."""
         del linger
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
-        self._tell(zmq.Event.MONITOR_STOPPED)
+        self.closed = True
+        self.disable_monitor()
         if self._router is not None:
             self._router.gone(self)
 
