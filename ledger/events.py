@@ -766,7 +766,7 @@ class Gap(Event, frozen=True, gc=False, omit_defaults=True, tag="gap"):
     Attributes:
         origin: whose events: `scheduler`, `rank <n>`, `workers`, `another engine` whose evidence came here and is not
             taken, or `the file` where it was damaged and salvaged.
-        dropped: how many.
+        dropped: how many; 0 where it is not known: of `workers`, when no address was free for what they send.
         reason: why, in an operator's words.
         first_ts_ns, last_ts_ns: wall clock of the first and the last one dropped.
     """

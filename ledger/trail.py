@@ -159,8 +159,9 @@ class Trail:
             return default
 
     def evidence_is_on(self) -> bool:
-        """Return whether the workers' calls to the store are recorded."""
-        return self.opened is None or self.opened.settings.get("evidence", "True") == "True"
+        """Return whether the workers' calls to the store are recorded: asked for, and an address was free for them."""
+        asked_for = self.opened is None or self.opened.settings.get("evidence", "True") == "True"
+        return asked_for and not any(gap.origin == "workers" and gap.dropped == 0 for gap in self.gaps)
 
     def restored_after(self, seq: int) -> bool:
         """Return whether the book was replaced as a whole after that place, so that a gap there hides nothing of it."""

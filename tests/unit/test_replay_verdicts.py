@@ -42,6 +42,22 @@ def test_a_job_that_is_open_for_less_than_the_limit_is_in_flight():
     assert replay(log.closes().events).findings == []
 
 
+def test_a_rank_is_not_called_silent_where_no_address_was_free_for_what_workers_send():
+    def waits(*gaps: str) -> Finding:
+        log = Script(ranks=2)
+        for reason in gaps:
+            log.gap(origin="workers", dropped=0, reason=reason)
+        log.runs("R")
+        log.saves(0, "R", blocks=(5, 12))
+        log.reports(0, 0)
+        log.passes(61, steps=100)
+        return only(replay(log.closes().events))
+
+    nothing = "nothing of rank 1 for job 0 is in this log"
+    assert waits().culprit == nothing
+    assert waits("evidence cannot be received at tcp://host:1: in use").culprit != nothing
+
+
 def test_of_a_torn_end_only_that_there_is_no_log_closed_is_proven():
     finding = only(replay(waiting_job(seconds=1).events, "torn"))
     assert finding.title.endswith("there is no log_closed")
