@@ -59,6 +59,8 @@ class Asking:
         """The question was given to the socket, so the peer may have it."""
         self.lost: Failure | None = None
         """Why no more answers are taken from a peer that may go on to write."""
+        self.void = False
+        """Nobody is asked after all."""
         self.late = 0
         """Results that came late or twice."""
         self.connected = False

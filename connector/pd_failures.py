@@ -27,6 +27,9 @@ PEER_LINES: tuple[tuple[str, KVCacheErrorCode, Stage], ...] = (
 OMITTED = Failure(_C.PEER_OMITTED, "the peer finished without a result for this request", Stage.SEND)
 NOT_REGISTERED = Failure(_C.PEER_NOT_READY, "the bootstrap server does not know this engine", Stage.REGISTRATION)
 NO_PEERS = Failure(_C.PEER_NOT_READY, "the prefill engine has no worker for this rank", Stage.REGISTRATION)
+ONE_ADDRESS = Failure(
+    _C.PEER_NOT_READY, "the bootstrap server names one address for several of its workers", Stage.REGISTRATION
+)
 GONE = Failure(
     _C.PEER_UNREACHABLE, "nobody listens at the peer's address any more", Stage.RECV, "ConnectionRefusedError"
 )

@@ -207,6 +207,13 @@ class PullingWorker(MooncakeConnectorWorker):
             asking.engine = remote_engine_id
             asking.name = names.get(asking.address, asking.address)
         peers = tuple(asking.name for asking in askings)
+        if len(set(peers)) < len(peers):
+            # An answer could not be told from the other worker's, and the books end an engine over such reports.
+            for asking in askings:
+                asking.void = True
+            self._remote_agents.pop(remote_engine_id, None)
+            self._settle_unnamed(wanted, failures.ONE_ADDRESS)
+            return
         for pull in askings[0].pulls.values():
             self._name_peers(pull, peers)
 
@@ -246,6 +253,8 @@ class PullingWorker(MooncakeConnectorWorker):
         return self._ask(asking, pull_metas)
 
     async def _ask(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
+        if asking.void:
+            return
         ASKING.set(asking)
         with self._counted() as asking.task:
             self._restart_timer(asking)
@@ -432,6 +441,7 @@ class PullingWorker(MooncakeConnectorWorker):
         asking.timer = self.receiver_loop.call_later(answer_timeout_s(), self._overdue, asking)
 
     def _overdue(self, asking: Asking) -> None:
+        self._remote_agents.pop(asking.engine, None)  # as for one that is lost
         self._settle_rest(asking, failures.OVERDUE)
         if asking.task is not None:
             asking.task.cancel()
@@ -486,10 +496,10 @@ class PullingWorker(MooncakeConnectorWorker):
 
     async def _without_answer(self, asking: Asking, failure: Failure) -> None:
         """Fail the pulls of a peer that will not answer now, and settle them when it is certain that it is gone."""
+        # It, or its successor, may have another address by now, so the next transfer asks the bootstrap server again.
+        self._remote_agents.pop(asking.engine, None)
         while asking.open_pulls():
             if await self._is_gone(asking):
-                # Its successor has other addresses, so the next transfer must ask the bootstrap server again.
-                self._remote_agents.pop(asking.engine, None)
                 self._settle_rest(asking, failures.GONE)
                 if asking.task is not None and asking.task is not asyncio.current_task():
                     asking.task.cancel()

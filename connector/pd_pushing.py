@@ -112,17 +112,19 @@ class PushingWorker(MooncakeConnectorWorker):
         await super()._mooncake_sender_listener(ready_event)
 
     async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
-        """Note which request each send is of, then let upstream note it."""
+        """Note which request each send is of, then let upstream note it.
+
+        What is withdrawn goes first: in the same step its id may be that of another request's send.
+        """
+        for transfer in metadata.reqs_not_processed:
+            self.reqs_need_send.pop(transfer, None)
+            self._pushes.pop(transfer, None)
+        metadata.reqs_not_processed = set()
         for request_id, (transfer, block_ids) in metadata.reqs_to_send.items():
             self._pushes.setdefault(transfer, Push(request_id, transfer))
             if block_ids and transfer not in self.reqs_need_send:
                 # Upstream would raise here, and the step's other sends would be lost with this one.
                 self.reqs_need_send[transfer] = SendBlockMeta(request_id, transfer, [], asyncio.Event())
-        metadata.reqs_not_processed = {
-            transfer for transfer in metadata.reqs_not_processed if transfer in self.reqs_need_send
-        }
-        for transfer in metadata.reqs_not_processed:
-            self._pushes.pop(transfer, None)
         await super().record_send_reqs(metadata)
 
     async def send_kv_to_decode(self, identity: bytes, sock: Any, meta: MooncakeXferMetadata) -> None:

@@ -104,21 +104,25 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         """Turn off what a client or router asks for by mistake.
 
         Upstream ends the engine for a request that was sent to the wrong side, and lets one wait for ever whose
-        transfer is not named in full. Without its transfer the request is computed here, as any other.
+        transfer is not named in full. The names are any JSON that a client sends, and what is no text would end the
+        engine later, when the workers' reports do not fit it. Nor is a second transfer asked for under an id whose
+        first one is still open. Without its transfer the request is computed here, as any other.
         """
         params = request.kv_transfer_params
         if not params:
             return
         if params.get("do_remote_prefill"):
-            missing = [key for key in RECV_PARAMS if not params.get(key)]
-            if self.is_kv_producer or missing:
+            why = "this engine only prefills" if self.is_kv_producer else _unusable(params, RECV_PARAMS)
+            if not why and self._name(request.request_id) in self._book.recvs:
+                why = "an earlier transfer of the same request id is still open"
+            if why:
                 params["do_remote_prefill"] = False
-                why = f"it lacks {', '.join(missing)}" if missing else "this engine only prefills"
                 logger.warning("kvledger: request %s asks for a remote prefill, but %s", request.request_id, why)
-        if params.get("do_remote_decode") and (self.is_kv_consumer or not params.get("transfer_id")):
-            params["do_remote_decode"] = False
-            why = "this engine only decodes" if self.is_kv_consumer else "it lacks transfer_id"
-            logger.warning("kvledger: request %s asks for a remote decode, but %s", request.request_id, why)
+        if params.get("do_remote_decode"):
+            why = "this engine only decodes" if self.is_kv_consumer else _unusable(params, ("transfer_id",))
+            if why:
+                params["do_remote_decode"] = False
+                logger.warning("kvledger: request %s asks for a remote decode, but %s", request.request_id, why)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Register the send of a request that was given blocks to be prefilled."""
@@ -147,8 +151,10 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         """Record that a request ended; see vLLM's base class for what is returned."""
         name = self._name(request.request_id)
         self._requests.ended(request)
+        withdrawn = set(self._reqs_not_processed)
         delays, params = super().request_finished(request, block_ids)
         delays = self._end_send(request, delays)
+        self._reqs_not_processed |= withdrawn  # another request's of the same transfer, which ended in this step, too
         recv = self._book.recvs.get(name)
         if recv is None and not delays:
             self._requests.released(request, enumerate(block_ids))
@@ -388,6 +394,12 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         """Return True while a transfer is open: its reports need engine steps."""
         book = self._book
         return any(not opened.quarantined for opened in (*book.sends.values(), *book.recvs.values()))
+
+
+def _unusable(params: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return which of these parameters name nothing; empty if all are texts."""
+    lacking = [name for name in names if not (isinstance(params.get(name), str) and params[name])]
+    return f"{', '.join(lacking)} of its kv_transfer_params must be texts that are not empty" if lacking else ""
 
 
 def _transfer_of(request: Request) -> str:

@@ -300,6 +300,18 @@ def test_a_question_that_does_not_fit_is_answered_and_the_blocks_stay(prefill: P
     assert the_send(prefill) == ("expired", 1, "VERSION_MISMATCH")
 
 
+def test_a_send_for_a_transfer_that_was_withdrawn_in_the_same_step_expires_as_any_other(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "0")
+    metadata = upstream.MooncakeConnectorMetadata()
+    metadata.add_new_req("p-before", [], {"transfer_id": "t-r"}, load_remote_cache=False)
+    prefill.step(metadata)
+    prefill.send({"p-r": BLOCKS}, withdraw={"t-r"})
+    assert the_send(prefill) == ("expired", 0, "")
+    nothing_is_left(prefill)
+
+
 def test_withdrawing_a_send_that_is_not_known_does_not_lose_the_others(prefill: Prefill) -> None:
     prefill.send({"p-r": [], "p-other": []})
     prefill.send({}, withdraw={"t-unknown", "t-other"})

@@ -332,6 +332,37 @@ def test_a_transfer_that_is_not_named_in_full_is_computed_here(make: Make, missi
     engine.all_is_back()
 
 
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_bootstrap_addr", "transfer_id"])
+@pytest.mark.parametrize("value", [5, ["t"], {}, True])
+def test_a_transfer_whose_names_are_no_text_is_computed_here(make: Make, name: str, value: object) -> None:
+    engine = make()
+    request = engine.add("r", PROMPT, max_tokens=2, transfer=pull(**{name: value}))  # type: ignore[arg-type]
+    while not request.is_finished():
+        engine.step()
+    assert engine.of(ev.RecvRegistered) == []
+    engine.all_is_back()
+
+
+def test_a_send_whose_transfer_is_no_text_is_none(make: Make) -> None:
+    engine = make("kv_producer")
+    request = engine.add("r", PROMPT, max_tokens=1, transfer={**push(), "transfer_id": 5})
+    while not request.is_finished():
+        engine.step()
+    assert engine.of(ev.SendRegistered) == []
+    engine.all_is_back()
+
+
+def test_a_request_that_comes_back_while_its_last_transfer_is_open_is_computed_here(make: Make) -> None:
+    engine = make()
+    engine.add("r", PROMPT, max_tokens=2, transfer=pull())
+    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    engine.told()  # the prefill is asked to free its blocks
+    again = engine.add("r", PROMPT, max_tokens=2, transfer=pull(transfer_id="t-again"))
+    while not again.is_finished():
+        engine.step()
+    assert [recv.transfer for recv in engine.of(ev.RecvRegistered)] == ["t-r"]
+
+
 @pytest.mark.parametrize(("role", "params"), [("kv_producer", pull()), ("kv_consumer", push())])
 def test_a_request_that_was_sent_to_the_wrong_side_is_computed_there(
     make: Make, role: str, params: dict[str, Any]
@@ -467,6 +498,16 @@ def test_a_prefill_that_is_aborted_withdraws_its_send(make: Make) -> None:
     output = engine.told()
     assert output.kv_connector_metadata.reqs_not_processed == {"t-r"}
     engine.all_is_back()
+
+
+def test_a_send_is_withdrawn_also_when_a_refused_one_of_the_same_transfer_ends_with_it(make: Make) -> None:
+    engine = make("kv_producer")
+    for request in ("first", "second"):
+        engine.add(request, PROMPT, max_tokens=4, transfer=push())
+    engine.step()
+    for request in ("first", "second"):
+        engine.scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
+    assert engine.schedule().kv_connector_metadata.reqs_not_processed == {"t-r"}
 
 
 def test_a_prefill_that_is_aborted_before_it_ran_leaves_nothing(make: Make) -> None:
