@@ -33,10 +33,10 @@ KEPT_OVER = 1024
 so many at least, and twice as many at most."""
 
 KEPT_TIMES = 4096
-"""Events of the scheduler whose time is remembered: so many at least, and twice as many at most."""
+"""Times of the scheduler that are remembered: so many at least, and twice as many at most."""
 
-TIMES_PER_CHUNK = 128
-"""Of a chunk of events, those that are looked at for the time."""
+EXACT_NS = 100_000_000
+"""By how much such a time may be too late, in nanoseconds, as long as it is not one of the oldest."""
 
 RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
@@ -68,23 +68,36 @@ class Times:
     """When the log had come to a place, by the scheduler's monotonic clock.
 
     The monotonic clocks of two hosts have nothing in common, so how long ago a rank's evidence came in is told by the
-    events of the scheduler beside it. Not all of these are kept, of older ones fewer: memory is fixed, and a time is a
-    little too late rather than too early.
+    events of the scheduler beside it. Not all of these are kept: of events that follow each other within `EXACT_NS` the
+    first and the last, and of the oldest ones fewer. So memory is fixed, and a time is a little too late rather than
+    too early, wherever it stands in the log.
     """
 
     def __init__(self) -> None:
         self._seqs: list[int] = []
         self._mono_ns: list[int] = []
+        self._until_ns = 0
+        self._last: ev.Event | None = None
+        """The last event of the scheduler, if it is not kept."""
 
     def __len__(self) -> int:
         return len(self._seqs)
 
     def note(self, events: Sequence[ev.Event]) -> None:
         """Take note of the next events of the log."""
-        for event in events[:: max(len(events) // TIMES_PER_CHUNK, 1)]:
-            if event.source == ev.SCHEDULER:
-                self._seqs.append(event.seq)
-                self._mono_ns.append(event.mono_ns)
+        last = self._last
+        for event in events:
+            if event.source != ev.SCHEDULER:
+                continue
+            if event.mono_ns < self._until_ns:
+                last = event
+                continue
+            for edge in (last, event) if last is not None else (event,):
+                self._seqs.append(edge.seq)
+                self._mono_ns.append(edge.mono_ns)
+            self._until_ns = event.mono_ns + EXACT_NS
+            last = None
+        self._last = last
         if len(self._seqs) > 2 * KEPT_TIMES:
             del self._seqs[:KEPT_TIMES:2], self._mono_ns[:KEPT_TIMES:2]
 
@@ -94,7 +107,9 @@ class Times:
         That is the time of the first of its events there that is known.
         """
         index = bisect_left(self._seqs, seq)
-        return self._mono_ns[index] if index < len(self._seqs) else None
+        if index < len(self._seqs):
+            return self._mono_ns[index]
+        return self._last.mono_ns if self._last is not None and self._last.seq >= seq else None
 
 
 class Trail:

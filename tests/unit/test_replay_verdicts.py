@@ -166,6 +166,23 @@ def test_the_clock_of_another_host_makes_no_report_late_and_hides_no_lost_one(ah
     assert findings() == ["leak suspected"]
 
 
+@pytest.mark.parametrize("before", [0, 1, 5, 14, 1900, 2030, 2040])
+def test_a_lost_report_is_found_wherever_it_stands_in_the_log(before: int):
+    log = Script()
+    for _ in range(before):
+        log.lookup_deferred(request="N", generation=1)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    call = log.put_begins(0, keys="abcdefgh")
+    log.ends(call, "raised", exception="RuntimeError")
+    log.finishes("R")
+    for _ in range(3):
+        log.passes(10, steps=13)
+        log.checks()
+    log.log_closed()
+    assert kinds(replay(log.events)) == ["leak proven"]
+
+
 def test_a_put_that_ended_well_may_be_followed_by_another_one_so_it_alone_is_no_leak():
     log = waiting_job(seconds=0.1)
     log.ends("1-1")
