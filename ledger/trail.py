@@ -201,14 +201,22 @@ class Trail:
         self.ended_under = {key: event for key, event in self.ended_under.items() if key in opened}
 
     def same_life(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
-        """Return whether open work of a request belongs to the life that now has this generation.
+        """Return whether open work of a request belongs to the life that now has this generation, as far as is known.
 
         An id that comes back after its request has ended begins with generation 1 again, so it counts, too, when this
-        life began.
+        life began and whether the request of the work has ended. Of a load the book itself says so.
         """
         life = self.requests.get(request)
         came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > opened.since_seq
-        return generation == opened.generation and not came_later
+        ended = isinstance(opened, Load) and bool(opened.ended)
+        return generation == opened.generation and not came_later and not ended
+
+    def lost_since(self, seq: int) -> ev.Gap | None:
+        """Return the first gap behind that place in which events of the scheduler are lost; None if there is none.
+
+        A book that came again after it brings back what is open, but not what happened.
+        """
+        return next((gap for gap in self.gaps if gap.seq > seq and gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
 
     def transfer_chain(self, event: ev.Event) -> Chain | None:
         """Return the events of the open send or recv that an event of a P/D transfer belongs to."""

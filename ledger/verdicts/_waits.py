@@ -266,10 +266,8 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
 
 def lost_answers(trail: Trail) -> str:
     """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
-    gap = next((gap for gap in trail.gaps if gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
-    if gap is None:
-        return ""
-    return f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), answers perhaps too"
+    lost = trail.lost_since(0)
+    return f"{words.lost_at(lost)}, answers perhaps too" if lost is not None else ""
 
 
 def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
@@ -445,7 +443,7 @@ def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
     for gap in trail.gaps:
         if gap.seq <= since_seq:
             continue
-        lost = f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason})"
+        lost = words.lost_at(gap)
         if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
             return lost
         if gap.origin in origins:

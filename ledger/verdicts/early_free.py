@@ -41,6 +41,8 @@ class _Released(msgspec.Struct, frozen=True):
     before: tuple[ev.Event, ...]
     chain: Chain
     """Its events, which go on as long as it is open."""
+    doubt: str = ""
+    """Why it is not certain that it was early; empty if it is."""
 
     @property
     def what(self) -> str:
@@ -151,9 +153,15 @@ class EarlyFree(RuleVerdict):
             return
         if not self.trail.same_life(event.request, event.generation, opened):
             return
+        lost = self.trail.lost_since(opened.since_seq)
+        doubt = (
+            f"{words.lost_at(lost)}, and the request may have ended there and come again, on other blocks"
+            if lost is not None
+            else ""
+        )
         blocks = tuple(sorted(expand(opened.blocks)))
         self._keep(
-            _Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]), chain)
+            _Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]), chain, doubt)
         )
 
     def _hit(
@@ -171,8 +179,12 @@ class EarlyFree(RuleVerdict):
         if event.request == request and self.trail.same_life(request, event.generation, opened):
             return
         hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
-        if hit:
-            self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain))
+        if not hit:
+            return
+        lost = self.trail.lost_since(opened.since_seq)
+        gone = lost is not None and not self.trail.restored_after(lost.seq)
+        doubt = f"{words.lost_at(lost)}, and it may have ended there" if lost is not None and gone else ""
+        self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain, doubt))
 
     def _keep(self, released: _Released) -> None:
         if released.subject not in self._told and len(self._released) < KEPT_RELEASES:
@@ -198,14 +210,15 @@ class EarlyFree(RuleVerdict):
                 title = f"rank {each.event.rank}'s {call} {verb} after {each.what} of request {each.request} was over"
                 culprit = f"the scheduler counted {each.what} as done on rank {each.event.rank} before it was"
             else:
-                title = f"request {each.request} went on while {ranks} may still write into its {blocks} ({each.what})"
+                went = "may have gone on" if each.doubt else "went on"
+                title = f"request {each.request} {went} while {ranks} may still write into its {blocks} ({each.what})"
                 culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
             events = [*each.before, each.event, *_after(each.chain, each.event)]
             shown = {event.seq: event for event in events}
             what, name = each.subject
             yield Finding(
                 kind="early_free",
-                certainty="proven",
+                certainty="undecidable" if each.doubt else "proven",
                 title=title,
                 since_seq=each.event.seq,
                 requests=tuple(name for name in dict.fromkeys([each.request, each.event.request]) if name),
@@ -216,6 +229,7 @@ class EarlyFree(RuleVerdict):
                 culprit=culprit,
                 advice=self.advice,
                 lead_seq=each.event.seq,
+                doubt=each.doubt,
                 chain=tuple(shown[seq] for seq in sorted(shown)),
                 facts={"transfers": [name]} if what == "transfer" else {},
                 impact=(f"the answer of {_at_risk(each)} may be wrong",),

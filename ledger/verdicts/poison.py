@@ -215,8 +215,14 @@ class Poison(Verdict):
                     grant.written = event
 
     def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
+        life = self.trail.requests.get(event.request)
         for grant in self._grants:
-            if grant.event.request == event.request:
+            given = grant.event
+            if (given.request, given.generation) != (event.request, event.generation):
+                continue
+            # An id that comes back begins with generation 1 again, and runs on other blocks.
+            came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > given.seq
+            if not came_later and self.trail.lost_since(given.seq) is None:
                 grant.written = grant.written or event
                 grant.ran = grant.ran or event
 

@@ -597,6 +597,38 @@ def test_what_is_pulled_into_blocks_after_their_new_owners_own_pull_is_proven_po
     assert kinds(replay(log.events)) == ["early_free proven", "poison proven"]
 
 
+@pytest.mark.parametrize("who_runs", ["the owner", "its id again", "its id behind a gap"])
+def test_a_run_of_an_id_that_came_back_writes_nothing_into_the_blocks_of_its_first_life(who_runs: str):
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.steps()
+    log.preempts("R")
+    log.steps()
+    log.arrives("X")
+    log.gives("X", (5, 12))
+    log.lookup_answered(request="X", generation=1, hit_tokens=128)
+    log.load_planned(load=0, request="X", generation=1, blocks=((0, ((5, 12),)),), tokens=128)
+    if who_runs == "its id again":
+        log.request_aborted(request="X", generation=1, was="loading")
+    log.load_settled(load=0, outcome="cancelled")
+    if who_runs == "its id again":
+        log.arrives("X")
+    elif who_runs == "its id behind a gap":
+        loses_events_of_the_scheduler(log)
+    log.steps(2)
+    log.request_scheduled(request="X", generation=1)
+    log.passes(0.2, steps=3)
+    call = log.put_begins(0, keys="abcdefgh")
+    log.ends(call)
+    log.reports(0)
+    log.finishes("X")
+    log.resumes("R")
+    log.finishes("R", 2)
+    poisoned = only(replay(log.closes().events))
+    assert (poisoned.kind, poisoned.certainty) == ("poison", "proven" if who_runs == "the owner" else "suspected")
+
+
 def poisoned_one_after_the_other(jobs: int, *, caught_too: bool = False) -> Script:
     log = Script()
     for job in range(jobs):
@@ -711,6 +743,42 @@ def test_a_request_that_comes_again_does_not_run_on_the_blocks_of_its_first_life
     log.answers(0)
     log.finishes("R")
     assert replay(log.closes().events).findings == []
+
+
+@pytest.mark.parametrize("what", ["load", "recv"])
+def test_where_the_end_of_a_request_may_be_lost_its_next_life_is_not_proven_to_run_on_blocks_of_the_first(what: str):
+    log = Script()
+    log.arrives("R")
+    if what == "load":
+        log.loads(0, "R", blocks=(5, 12))
+        log.get_begins(0, keys="abcdefgh")
+    else:
+        log.receives("x1", "R", blocks=(5, 12))
+    log.state.apply(ev.RequestAborted(len(log.events), 0, 0, ev.SCHEDULER, 0, request="R", generation=1, was="loading"))
+    log.state.apply(ev.RequestQueued(len(log.events), 0, 0, ev.SCHEDULER, 0, request="R", generation=1))
+    loses_events_of_the_scheduler(log)
+    log.steps()
+    log.request_scheduled(request="R", generation=1, scheduled_tokens=20)
+    if what == "load":
+        log.ends("0-1")
+        log.answers(0)
+    else:
+        log.pull_ends("x1", "R")
+        log.peer_answers("x1", "R")
+        log.received("x1", "R")
+    log.finishes("R")
+    assert kinds(replay(log.closes().events)) == ([] if what == "load" else ["early_free undecidable"])
+
+
+def test_blocks_of_a_load_that_a_gap_may_have_ended_are_not_proven_to_be_freed_early():
+    log = Script()
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    log.gap(origin="scheduler", dropped=9, reason="the queue was full")
+    log.arrives("Q")
+    log.gives("Q", (5, 12))
+    finding = replay(log.events, "live").findings[0]
+    assert (finding.kind, finding.certainty) == ("early_free", "undecidable")
 
 
 def test_blocks_that_go_to_a_request_that_came_again_while_its_first_life_loads_are_freed_early():
