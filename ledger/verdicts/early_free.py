@@ -194,9 +194,11 @@ class EarlyFree(RuleVerdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the broken rules, and the loads whose blocks were given up under them."""
         yield from super().findings(end)
-        told = {broken.request for broken in self.broken}
+        told: set[Subject] = set()
+        for broken in self.broken:
+            told |= {("job", broken.job), ("load", broken.load), ("transfer", broken.transfer)}
         for each in self._released:
-            if each.request in told:
+            if each.subject in told:
                 continue  # the rule was broken by settling it, and this is what came of it
             blocks, ranks = words.plural(len(each.blocks), "block"), words.ranks(each.waiting)
             if isinstance(each.event, ev.BlocksAllocated):
