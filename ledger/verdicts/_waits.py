@@ -107,7 +107,7 @@ class Wait(msgspec.Struct, frozen=True):
     @property
     def sort(self) -> tuple[Hashable, ...]:
         """What it has in common with the waits that one finding tells together with it."""
-        return self.what, self.begun, self.quarantined, self.ranks, self.in_time
+        return self.what, self.begun, self.quarantined, self.ranks, self.in_time, bool(self.blind)
 
     def doing(self, *states: Doing) -> list[RankView]:
         """Return the missing ranks that were last seen in one of `states`."""
@@ -246,7 +246,7 @@ def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
 
 
 def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
-    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
+    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more of a sort miss them.
 
     Ranks that are inside a call are left out: that call, and no system, is why they do not answer. And there are none
     if the log has lost events among which answers may be.
@@ -254,13 +254,13 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
     if lost_answers(trail):
         return []
     called = {view.rank for wait in opened for view in wait.doing("in_call")}
-    alike: dict[tuple[int, ...], list[Wait]] = {}
+    alike: dict[tuple[tuple[int, ...], bool], list[Wait]] = {}
     for wait in opened:
         ranks = wait.ranks
         if wait.what not in ("job", "load") or not wait.overdue or not ranks:
             continue
         if not any(rank in trail.answered or rank in called for rank in ranks):
-            alike.setdefault(ranks, []).append(wait)
+            alike.setdefault((ranks, bool(wait.blind)), []).append(wait)
     return [wait for group in alike.values() if len(group) > 1 for wait in group]
 
 

@@ -79,7 +79,7 @@ class Leak(Verdict):
             if wait.what == "job" and wait.doing("silent") and called & set(wait.ranks):
                 continue  # it queues behind a call that has not returned, and the stall names it
             if wait.quarantined or wait.overdue:
-                alike.setdefault(wait.sort, []).append(wait)
+                alike.setdefault((wait.sort, tuple(view.doing for view in wait.missing)), []).append(wait)
         for group in alike.values():
             yield self._held(group, end)
         if self._expired:

@@ -58,10 +58,10 @@ class MissingRanks(Verdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each set of ranks."""
         opened = waits(self.trail, end)
-        alike: dict[tuple[int, ...], list[Wait]] = {}
+        alike: dict[tuple[tuple[int, ...], bool], list[Wait]] = {}
         for wait in never_answered(self.trail, opened):
-            alike.setdefault(wait.ranks, []).append(wait)
-        for ranks, group in alike.items():
+            alike.setdefault((wait.ranks, bool(wait.blind)), []).append(wait)
+        for (ranks, _), group in alike.items():
             yield self._never_answer(ranks, group, end)
         for ranks, unanswered in self._unanswered.items():
             yield self._counted_without(ranks, unanswered)

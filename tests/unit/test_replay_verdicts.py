@@ -183,6 +183,46 @@ def test_a_lost_report_is_found_wherever_it_stands_in_the_log(before: int):
     assert kinds(replay(log.events)) == ["leak proven"]
 
 
+@pytest.mark.parametrize("answered_before", [True, False])
+def test_an_older_job_behind_a_gap_takes_neither_proof_nor_cause_from_a_job_that_was_seen_whole(
+    *, answered_before: bool
+):
+    log = Script()
+    if answered_before:
+        log.runs("S")
+        log.stores(0, "S", blocks=(21, 28), keys="ijklmnop")
+        log.finishes("S")
+    log.runs("A")
+    log.saves(1, "A", blocks=(1, 8))
+    log.gap(origin="rank 0", dropped=1, reason="queue full")
+    log.passes(100, steps=100)
+    log.runs("B")
+    log.saves(2, "B", blocks=(11, 18))
+    call = log.put_begins(2, keys="abcdefgh")
+    log.ends(call, "raised", exception="RuntimeError")
+    log.passes(100, steps=1000)
+    hidden, seen = replay(log.closes().events).findings
+    assert (hidden.kind, hidden.certainty, hidden.jobs) == ("leak", "undecidable", (1,))
+    assert (seen.kind, seen.certainty, seen.jobs) == ("leak", "proven", (2,))
+    assert "raised RuntimeError" in seen.culprit
+
+
+def test_a_silent_job_and_one_whose_put_raised_are_told_each_by_what_its_rank_did():
+    log = Script()
+    log.runs("S")
+    log.stores(0, "S", blocks=(21, 28), keys="ijklmnop")
+    log.finishes("S")
+    for job, request, blocks in ((1, "A", (1, 8)), (2, "B", (11, 18))):
+        log.runs(request)
+        log.saves(job, request, blocks=blocks)
+    call = log.put_begins(2, keys="abcdefgh")
+    log.ends(call, "raised", exception="RuntimeError")
+    log.passes(100, steps=1000)
+    silent, raised = replay(log.closes().events).findings
+    assert (silent.jobs, raised.jobs) == ((1,), (2,))
+    assert "raised RuntimeError" in raised.culprit
+
+
 def test_a_put_that_ended_well_may_be_followed_by_another_one_so_it_alone_is_no_leak():
     log = waiting_job(seconds=0.1)
     log.ends("1-1")
@@ -704,6 +744,30 @@ def test_a_call_that_ends_steps_after_its_job_was_over_shows_that_the_blocks_wer
     finding = only(replay(outlived(steps=2).events))
     assert (finding.kind, finding.certainty, finding.jobs) == ("early_free", "proven", (0,))
     assert finding.blocks == tuple((0, block) for block in range(5, 13))
+
+
+def test_a_rule_that_was_broken_for_other_work_of_a_request_hides_no_load_whose_blocks_were_given_away():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(1, 8))
+    log.job_settled(job=0)
+    log.puts(0, keys="abcdefgh")
+    log.reports(0)
+    log.finishes("R")
+    log.passes(3600, steps=1000)
+    log.arrives("R")
+    log.loads(0, "R", blocks=(31, 38))
+    call = log.get_begins(0, keys="abcdefgh")
+    log.steps(2)
+    log.arrives("X")
+    log.gives("X", (31, 38))
+    log.steps(2)
+    log.ends(call)
+    log.answers(0)
+    log.finishes("X")
+    log.finishes("R")
+    early = [finding for finding in replay(log.closes().events).findings if finding.kind == "early_free"]
+    assert [(finding.jobs, finding.loads) for finding in early] == [((0,), ()), ((), (0,))]
 
 
 def test_evidence_of_the_step_in_which_the_job_ended_proves_nothing():
