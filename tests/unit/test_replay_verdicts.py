@@ -294,6 +294,58 @@ def test_a_finding_of_several_waits_names_the_request_of_its_first_and_counts_th
     )
 
 
+def expires(lost: str, *, open_still: bool = False) -> Finding:
+    """Return what is found of a send of two ranks, of which rank 0 is served, when events of the scheduler are lost.
+
+    Args:
+        lost: what the lost events tell: "nothing", of rank 0, "ready" or that the send was ready, or "no" gap.
+        open_still: the log ends before it expires.
+    """
+    log = Script("prefill", ranks=2)
+    log.runs("R", tokens=128)
+    log.sends("x1", "R")
+    before = len(log.events)
+    log.holds("x1", "R", blocks=(5, 12))
+    if lost == "ready":
+        del log.events[before:]
+        loses_events_of_the_scheduler(log)
+    before = len(log.events)
+    if lost in ("rank 0", "no"):
+        log.pushes("x1", "R", 0)
+    if lost in ("nothing", "rank 0"):
+        del log.events[before:]
+        loses_events_of_the_scheduler(log)
+    log.passes(480, steps=9000)
+    if not open_still:
+        for rank in sorted(log.state.book.sends["R"].waiting):
+            log.rank_sent(transfer="x1", request="R", rank=rank, outcome="expired")
+        expired = ((1, 1),) if lost in ("rank 0", "no") else ((0, 1),)
+        log.send_expired(transfer="x1", request="R", expired_ranks=expired)
+    return only(replay(log.closes().events))
+
+
+def test_that_nobody_asked_for_a_transfer_is_not_said_where_the_question_may_be_lost():
+    nobody = "nobody asked for this transfer"
+    assert (expires("no").certainty, nobody in expires("no").culprit) == ("proven", False)
+    served = expires("rank 0")
+    assert (served.certainty, served.culprit) == (
+        "proven",
+        "some decode workers asked and others did not: see whether all ranks of the decode engine lived",
+    )
+    hidden = expires("nothing")
+    assert (hidden.certainty, hidden.inferred) == ("undecidable", "")
+    assert hidden.culprit == f"the decode engine, or the router before it, if {nobody}"
+    assert "that somebody asked for this transfer may be among them" in hidden.doubt
+    assert "nobody has asked" not in expires("rank 0", open_still=True).culprit
+    assert "nobody has asked" in expires("nothing", open_still=True).culprit
+
+
+def test_how_long_a_send_was_held_is_not_said_where_its_beginning_is_lost():
+    finding = expires("ready")
+    assert finding.title == "send x1 of request R was freed only because it expired"
+    assert finding.impact == ("the blocks of send x1 were held in vain and are free again",)
+
+
 def test_expired_sends_of_several_requests_are_told_by_the_first():
     log = Script("prefill")
     for number in range(3):
