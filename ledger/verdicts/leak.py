@@ -148,7 +148,10 @@ class Leak(Verdict):
     def _why(first: Wait, end: End) -> str:
         open_for = words.span(first.open_ns)
         if first.quarantined:
-            return "is quarantined after a broken rule: its blocks stay held until the engine is restarted"
+            until = (
+                "were held until the engine shut down" if is_down(end) else "stay held until the engine is restarted"
+            )
+            return f"is quarantined after a broken rule: its blocks {until}"
         if first.what == "send":
             return f"holds blocks for a decode engine that has not fetched them for {open_for}"
         if first.missing:
