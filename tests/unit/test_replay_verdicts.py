@@ -424,6 +424,19 @@ def test_a_report_for_a_job_that_a_gap_may_have_hidden_is_undecidable():
     assert (finding.kind, finding.certainty) == ("stale_completion", "undecidable")
 
 
+@pytest.mark.parametrize(
+    ("dropped", "lost"),
+    [(0, "an unknown number of events of rank 0 are"), (1, "1 event of rank 0 is"), (2, "2 events of rank 0 are")],
+)
+def test_one_lost_event_is_told_in_the_singular(dropped: int, lost: str):
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.gap(origin="rank 0", dropped=dropped, reason="queue full")
+    log.passes(100, steps=100)
+    assert only(replay(log.closes().events)).doubt.startswith(f"{lost} lost at event 6 (queue full)")
+
+
 def test_without_evidence_nothing_is_claimed_of_what_a_rank_did():
     log = Script(ranks=2, settings={"evidence": "False"})
     log.runs("R")
