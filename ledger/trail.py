@@ -282,8 +282,7 @@ class Trail:
             self.ended_under.setdefault(("transfer", recv.transfer), event)
         ended = self.ended
         ended[event.request] = event
-        if len(ended) > 2 * KEPT_OVER:
-            _forget_oldest(ended)
+        forget_oldest(ended)
 
     on_request_finished = on_request_aborted = _request_ended
 
@@ -324,8 +323,7 @@ class Trail:
         self.ended_under.pop(key, None)
         over = self.over
         over[key] = what
-        if len(over) > 2 * KEPT_OVER:
-            _forget_oldest(over)
+        forget_oldest(over)
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
@@ -415,10 +413,14 @@ def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:
     return chain[0], chain[-2] if last.__class__ is ev.JobSettled and len(chain) > 1 else last
 
 
-def _forget_oldest(known: dict[Any, Any]) -> None:
-    """Forget the older half of what is known. One at a time would cost more: a dictionary is slow to find its first."""
-    for key in list(islice(known, KEPT_OVER)):
-        del known[key]
+def forget_oldest(known: dict[Any, Any]) -> None:
+    """Forget the older half of what is known, if it is more than twice `KEPT_OVER`.
+
+    One at a time would cost more: a dictionary is slow to find its first.
+    """
+    if len(known) > 2 * KEPT_OVER:
+        for key in list(islice(known, KEPT_OVER)):
+            del known[key]
 
 
 class End(msgspec.Struct, frozen=True):

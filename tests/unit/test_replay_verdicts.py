@@ -835,6 +835,28 @@ def test_a_rule_that_was_broken_for_other_work_of_a_request_hides_no_load_whose_
     assert [(finding.jobs, finding.loads) for finding in early] == [((0,), ()), ((), (0,))]
 
 
+def test_loads_whose_blocks_are_given_away_again_and_again_are_one_finding_that_counts_them_all():
+    log = Script()
+    for load in range(300):
+        log.arrives(f"Q{load}")
+        log.loads(load, f"Q{load}", blocks=(1, 8))
+        call = log.get_begins(load, keys="abcdefgh")
+        log.steps(3)
+        log.arrives(f"X{load}")
+        log.gives(f"X{load}", (1, 8))
+        log.ends(call)
+        log.answers(load)
+        log.finishes(f"Q{load}")
+        log.finishes(f"X{load}")
+    (early,) = [finding for finding in replay(log.closes().events).findings if finding.kind == "early_free"]
+    assert early.title == (
+        "8 blocks of load 0 of request Q0 were given to request X0 while rank 0 may still write into them; "
+        "299 more loads likewise"
+    )
+    assert len(early.loads) == 200
+    assert early.impact == ("the answers of at least 200 requests (X0, X1, X2, X3, X4 and 195 more) may be wrong",)
+
+
 def test_evidence_of_the_step_in_which_the_job_ended_proves_nothing():
     assert replay(outlived(steps=0).events).findings == []
 
