@@ -5,7 +5,8 @@
     a call      a rank was still inside a call for a job or load that was over
     a start     a request ran on blocks into which ranks of its own load may still write
 
-What comes of it, if the blocks are given away meanwhile, is `poison`.
+What comes of it, if the blocks are given away meanwhile, is `poison`. A start is undecidable where events of the
+scheduler are lost since the load began: the request may have ended there, and come again on other blocks.
 """
 
 from collections.abc import Hashable, Iterable

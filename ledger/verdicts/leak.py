@@ -6,7 +6,8 @@
     a send      a prefill engine holds a finished request's blocks for a decode engine that does not fetch them. That is
                 bounded: it gives up after the send's timeout (`send_expired`), and until then the blocks are gone
 
-While a call to the store is open, a job is a `stall` instead.
+While a call to the store is open, a job is a `stall` instead. Where events of the scheduler are lost, that nobody asked
+for a send is undecidable.
 """
 
 from collections.abc import Hashable, Iterable

@@ -11,8 +11,8 @@ depends on what orders the two, because a worker's evidence comes in late:
     proven      the call began after the worker had been told of a step later than the one that gave the block away: the
                 new owner's first forward pass lay between
     suspected   the call was open when the block was given away, or the order of the two within a step is not recorded,
-                or the new owner's own load or recv may have written the block afterwards, or both owners are lives of
-                the same request, whose KV may be the same
+                or the new owner's own load or recv may have written the block afterwards, or events of the scheduler
+                are lost before its first run, or both owners are lives of the same request, whose KV may be the same
 
 The first 2,000 calls are told one by one. Of further ones a finding says how many there are, and from where to where.
 """
