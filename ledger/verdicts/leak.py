@@ -61,7 +61,11 @@ class _Expired(msgspec.Struct, frozen=True):
         """Whether a decode worker is known to have asked: a rank pushed, or was done in time."""
         expired = set(from_ranges(self.event.expired_ranks))
         expected = next((from_ranges(each.ranks) for each in self.chain if isinstance(each, ev.SendRegistered)), ())
-        return any(isinstance(each, ev.SendStarted) for each in self.chain) or not expired.issuperset(expected)
+        pushed = any(
+            isinstance(each, ev.SendStarted) or (isinstance(each, ev.RankSent) and each.pushes > 0)
+            for each in self.chain
+        )
+        return pushed or not expired.issuperset(expected)
 
     @property
     def hidden(self) -> bool:
