@@ -52,6 +52,11 @@ class RankView(msgspec.Struct, frozen=True):
     doing: Doing
     last: ev.TransferStarted | ev.TransferFinished | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether its last call did not go well."""
+        return self.doing == "ended" and isinstance(self.last, ev.TransferFinished) and self.last.outcome != "ok"
+
 
 class Wait(msgspec.Struct, frozen=True):
     """A job, load, send or recv that is open at the end of the log.
@@ -246,21 +251,21 @@ def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
 
 
 def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
-    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more of a sort miss them.
+    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
 
-    Ranks that are inside a call are left out: that call, and no system, is why they do not answer. And there are none
-    if the log has lost events among which answers may be.
+    Ranks that are inside a call, or whose call failed, are left out: that call, and no system, is why they do not
+    answer. And there are none if the log has lost events among which answers may be.
     """
     if lost_answers(trail):
         return []
-    called = {view.rank for wait in opened for view in wait.doing("in_call")}
-    alike: dict[tuple[tuple[int, ...], bool], list[Wait]] = {}
+    called = {view.rank for wait in opened for view in wait.missing if view.doing == "in_call" or view.failed}
+    alike: dict[tuple[int, ...], list[Wait]] = {}
     for wait in opened:
         ranks = wait.ranks
         if wait.what not in ("job", "load") or not wait.overdue or not ranks:
             continue
         if not any(rank in trail.answered or rank in called for rank in ranks):
-            alike.setdefault((ranks, bool(wait.blind)), []).append(wait)
+            alike.setdefault(ranks, []).append(wait)
     return [wait for group in alike.values() if len(group) > 1 for wait in group]
 
 
@@ -276,7 +281,7 @@ def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
     A call that went well may be followed by another one for the same work, so only a failed one counts.
     """
     last = view.last
-    if view.doing != "ended" or not isinstance(last, ev.TransferFinished) or last.outcome == "ok":
+    if last is None or not view.failed:
         return False
     return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - _heard_ns(trail, end, last) >= REPORT_NS
 

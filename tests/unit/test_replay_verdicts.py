@@ -207,6 +207,23 @@ def test_an_older_job_behind_a_gap_takes_neither_proof_nor_cause_from_a_job_that
     assert "raised RuntimeError" in seen.culprit
 
 
+def test_two_jobs_that_were_seen_whole_show_a_missing_rank_whatever_a_gap_hides_of_an_older_one():
+    def found(jobs: int) -> Finding:
+        log = Script(ranks=2)
+        for job in range(jobs):
+            log.runs(f"R{job}")
+            log.saves(job, f"R{job}", blocks=(1 + 10 * job, 8 + 10 * job))
+            log.reports(job, 0)
+            log.finishes(f"R{job}")
+            if job == 0:
+                log.gap(origin="rank 1", dropped=1, reason="queue full")
+        log.passes(100)
+        return only(replay(log.closes().events))
+
+    assert (found(2).kind, found(2).certainty) == ("missing_ranks", "undecidable")
+    assert (found(3).kind, found(3).certainty, found(3).jobs) == ("missing_ranks", "proven", (0, 1, 2))
+
+
 def test_a_silent_job_and_one_whose_put_raised_are_told_each_by_what_its_rank_did():
     log = Script()
     log.runs("S")
