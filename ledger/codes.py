@@ -187,7 +187,7 @@ _ROWS: tuple[CodeRow, ...] = (
         "ended on purpose",
         False,
         "The operation was ended on purpose: shutdown, abort, or a cancelled task.",
-        "None, unless nobody cancelled anything.",
+        "Nothing to do, unless nobody cancelled anything.",
     ),
     CodeRow(
         _C.UNKNOWN,

@@ -84,7 +84,7 @@ def _held(incident: Incident, case: Case) -> Iterator[str]:
         where = f" of engine {engine(case, index)}" if len(case.logs) > 1 else ""
         one = len(blocks) == 1 and not pool
         when = {
-            "closed": f"{'is' if one else 'are'} still held at the end of the log",
+            "closed": f"{'was' if one else 'were'} still held when the engine shut down",
             "torn": f"{'was' if one else 'were'} held when the log ends",
             "live": f"{'is' if one else 'are'} held now",
         }.get(end.how, f"{'was' if one else 'were'} held then")

@@ -237,7 +237,7 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
     lost = lost_events([result])
     yield from page.wrap("", f"Story in numbers{name}{', each of them at least' if lost else ''}")
     if lost:
-        yield from page.row("Lost", f"{lost}, which are not in these numbers")
+        yield from page.row("Lost", f"{lost}, not in these numbers")
     reasons = ", ".join(
         f"{END_REASONS.get(reason, reason or 'no reason')}{f' {number:,}' if len(story.end_reasons) > 1 else ''}"
         for reason, number in story.end_reasons.items()

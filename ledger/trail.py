@@ -33,10 +33,10 @@ KEPT_OVER = 1024
 so many at least, and twice as many at most."""
 
 KEPT_TIMES = 4096
-"""Events of the scheduler whose time is remembered: so many at least, and twice as many at most."""
+"""Times of the scheduler that are remembered: so many at least, and twice as many at most."""
 
-TIMES_PER_CHUNK = 128
-"""Of a chunk of events, those that are looked at for the time."""
+EXACT_NS = 100_000_000
+"""By how much such a time may be too late, in nanoseconds, as long as it is not one of the oldest."""
 
 RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
@@ -68,23 +68,36 @@ class Times:
     """When the log had come to a place, by the scheduler's monotonic clock.
 
     The monotonic clocks of two hosts have nothing in common, so how long ago a rank's evidence came in is told by the
-    events of the scheduler beside it. Not all of these are kept, of older ones fewer: memory is fixed, and a time is a
-    little too late rather than too early.
+    events of the scheduler beside it. Not all of these are kept: of events that follow each other within `EXACT_NS` the
+    first and the last, and of the oldest ones fewer. So memory is fixed, and a time is a little too late rather than
+    too early, wherever it stands in the log.
     """
 
     def __init__(self) -> None:
         self._seqs: list[int] = []
         self._mono_ns: list[int] = []
+        self._until_ns = 0
+        self._last: ev.Event | None = None
+        """The last event of the scheduler, if it is not kept."""
 
     def __len__(self) -> int:
         return len(self._seqs)
 
     def note(self, events: Sequence[ev.Event]) -> None:
         """Take note of the next events of the log."""
-        for event in events[:: max(len(events) // TIMES_PER_CHUNK, 1)]:
-            if event.source == ev.SCHEDULER:
-                self._seqs.append(event.seq)
-                self._mono_ns.append(event.mono_ns)
+        last = self._last
+        for event in events:
+            if event.source != ev.SCHEDULER:
+                continue
+            if event.mono_ns < self._until_ns:
+                last = event
+                continue
+            for edge in (last, event) if last is not None else (event,):
+                self._seqs.append(edge.seq)
+                self._mono_ns.append(edge.mono_ns)
+            self._until_ns = event.mono_ns + EXACT_NS
+            last = None
+        self._last = last
         if len(self._seqs) > 2 * KEPT_TIMES:
             del self._seqs[:KEPT_TIMES:2], self._mono_ns[:KEPT_TIMES:2]
 
@@ -94,7 +107,9 @@ class Times:
         That is the time of the first of its events there that is known.
         """
         index = bisect_left(self._seqs, seq)
-        return self._mono_ns[index] if index < len(self._seqs) else None
+        if index < len(self._seqs):
+            return self._mono_ns[index]
+        return self._last.mono_ns if self._last is not None and self._last.seq >= seq else None
 
 
 class Trail:
@@ -186,14 +201,22 @@ class Trail:
         self.ended_under = {key: event for key, event in self.ended_under.items() if key in opened}
 
     def same_life(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
-        """Return whether open work of a request belongs to the life that now has this generation.
+        """Return whether open work of a request belongs to the life that now has this generation, as far as is known.
 
         An id that comes back after its request has ended begins with generation 1 again, so it counts, too, when this
-        life began.
+        life began and whether the request of the work has ended. Of a load the book itself says so.
         """
         life = self.requests.get(request)
         came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > opened.since_seq
-        return generation == opened.generation and not came_later
+        ended = isinstance(opened, Load) and bool(opened.ended)
+        return generation == opened.generation and not came_later and not ended
+
+    def lost_since(self, seq: int) -> ev.Gap | None:
+        """Return the first gap behind that place in which events of the scheduler are lost; None if there is none.
+
+        A book that came again after it brings back what is open, but not what happened.
+        """
+        return next((gap for gap in self.gaps if gap.seq > seq and gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
 
     def transfer_chain(self, event: ev.Event) -> Chain | None:
         """Return the events of the open send or recv that an event of a P/D transfer belongs to."""
@@ -259,8 +282,7 @@ class Trail:
             self.ended_under.setdefault(("transfer", recv.transfer), event)
         ended = self.ended
         ended[event.request] = event
-        if len(ended) > 2 * KEPT_OVER:
-            _forget_oldest(ended)
+        forget_oldest(ended)
 
     on_request_finished = on_request_aborted = _request_ended
 
@@ -301,8 +323,7 @@ class Trail:
         self.ended_under.pop(key, None)
         over = self.over
         over[key] = what
-        if len(over) > 2 * KEPT_OVER:
-            _forget_oldest(over)
+        forget_oldest(over)
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
@@ -392,10 +413,14 @@ def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:
     return chain[0], chain[-2] if last.__class__ is ev.JobSettled and len(chain) > 1 else last
 
 
-def _forget_oldest(known: dict[Any, Any]) -> None:
-    """Forget the older half of what is known. One at a time would cost more: a dictionary is slow to find its first."""
-    for key in list(islice(known, KEPT_OVER)):
-        del known[key]
+def forget_oldest(known: dict[Any, Any]) -> None:
+    """Forget the older half of what is known, if it is more than twice `KEPT_OVER`.
+
+    One at a time would cost more: a dictionary is slow to find its first.
+    """
+    if len(known) > 2 * KEPT_OVER:
+        for key in list(islice(known, KEPT_OVER)):
+            del known[key]
 
 
 class End(msgspec.Struct, frozen=True):

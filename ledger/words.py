@@ -111,6 +111,12 @@ def lost(number: int) -> str:
     return plural(number, "event") if number else "an unknown number of events"
 
 
+def lost_at(gap: ev.Gap) -> str:
+    """Return what a gap says is lost, and where: `3 events of rank 0 are lost at event 9 (the queue was full)`."""
+    verb = "is" if gap.dropped == 1 else "are"
+    return f"{lost(gap.dropped)} of {gap.origin} {verb} lost at event {gap.seq} ({gap.reason})"
+
+
 SHOWN_GAPS = 5
 """Losses that are told one by one."""
 

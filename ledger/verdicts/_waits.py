@@ -52,6 +52,11 @@ class RankView(msgspec.Struct, frozen=True):
     doing: Doing
     last: ev.TransferStarted | ev.TransferFinished | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether its last call did not go well."""
+        return self.doing == "ended" and isinstance(self.last, ev.TransferFinished) and self.last.outcome != "ok"
+
 
 class Wait(msgspec.Struct, frozen=True):
     """A job, load, send or recv that is open at the end of the log.
@@ -107,7 +112,7 @@ class Wait(msgspec.Struct, frozen=True):
     @property
     def sort(self) -> tuple[Hashable, ...]:
         """What it has in common with the waits that one finding tells together with it."""
-        return self.what, self.begun, self.quarantined, self.ranks, self.in_time
+        return self.what, self.begun, self.quarantined, self.ranks, self.in_time, bool(self.blind)
 
     def doing(self, *states: Doing) -> list[RankView]:
         """Return the missing ranks that were last seen in one of `states`."""
@@ -248,12 +253,12 @@ def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
 def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
     """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
 
-    Ranks that are inside a call are left out: that call, and no system, is why they do not answer. And there are none
-    if the log has lost events among which answers may be.
+    Ranks that are inside a call, or whose call failed, are left out: that call, and no system, is why they do not
+    answer. And there are none if the log has lost events among which answers may be.
     """
     if lost_answers(trail):
         return []
-    called = {view.rank for wait in opened for view in wait.doing("in_call")}
+    called = {view.rank for wait in opened for view in wait.missing if view.doing == "in_call" or view.failed}
     alike: dict[tuple[int, ...], list[Wait]] = {}
     for wait in opened:
         ranks = wait.ranks
@@ -266,10 +271,8 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
 
 def lost_answers(trail: Trail) -> str:
     """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
-    gap = next((gap for gap in trail.gaps if gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
-    if gap is None:
-        return ""
-    return f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason}), answers perhaps too"
+    lost = trail.lost_since(0)
+    return f"{words.lost_at(lost)}, answers perhaps too" if lost is not None else ""
 
 
 def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
@@ -278,7 +281,7 @@ def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
     A call that went well may be followed by another one for the same work, so only a failed one counts.
     """
     last = view.last
-    if view.doing != "ended" or not isinstance(last, ev.TransferFinished) or last.outcome == "ok":
+    if last is None or not view.failed:
         return False
     return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - _heard_ns(trail, end, last) >= REPORT_NS
 
@@ -445,7 +448,7 @@ def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
     for gap in trail.gaps:
         if gap.seq <= since_seq:
             continue
-        lost = f"{words.lost(gap.dropped)} of {gap.origin} are lost at event {gap.seq} ({gap.reason})"
+        lost = words.lost_at(gap)
         if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
             return lost
         if gap.origin in origins:

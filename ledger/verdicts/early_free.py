@@ -5,10 +5,11 @@
     a call      a rank was still inside a call for a job or load that was over
     a start     a request ran on blocks into which ranks of its own load may still write
 
-What comes of it, if the blocks are given away meanwhile, is `poison`.
+What comes of it, if the blocks are given away meanwhile, is `poison`. A start is undecidable where events of the
+scheduler are lost since the load began: the request may have ended there, and come again on other blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
 import msgspec
@@ -17,12 +18,14 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import expand, numbers
 from ledger.state import Load
-from ledger.trail import Chain, End, Trail
+from ledger.trail import Chain, End, Trail, forget_oldest
 from ledger.transfers import Recv
 from ledger.verdicts import Finding
 from ledger.verdicts._rules import Broken, RuleVerdict
+from ledger.verdicts._waits import likewise
 
 KEPT_RELEASES = 200
+"""Releases of one sort that are kept; the rest is only counted."""
 
 KEPT_AFTER = 6
 """Later events of the same work that are kept: they show that it was not over."""
@@ -41,12 +44,30 @@ class _Released(msgspec.Struct, frozen=True):
     before: tuple[ev.Event, ...]
     chain: Chain
     """Its events, which go on as long as it is open."""
+    doubt: str = ""
+    """Why it is not certain that it was early; empty if it is."""
 
     @property
     def what(self) -> str:
         """What it is called: `store job 3`, `load 4`, `transfer x1`."""
-        kind, name = self.subject
-        return f"{'store job' if kind == 'job' else kind} {name}"
+        return f"{self.noun} {self.subject[1]}"
+
+    @property
+    def noun(self) -> str:
+        """What it is: `store job`, `load`, `transfer`."""
+        return "store job" if self.subject[0] == "job" else self.subject[0]
+
+    @property
+    def sort(self) -> tuple[Hashable, ...]:
+        """What it has in common with the releases that one finding tells together with it."""
+        return self.event.__class__, self.subject[0], self.waiting, bool(self.doubt)
+
+
+class _Alike(msgspec.Struct):
+    """Releases of one sort: the first ones, and how many there were in all."""
+
+    kept: list[_Released] = []
+    number: int = 0
 
 
 class EarlyFree(RuleVerdict):
@@ -61,8 +82,8 @@ class EarlyFree(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._released: list[_Released] = []
-        self._told: set[Subject] = set()
+        self._released: dict[tuple[Hashable, ...], _Alike] = {}
+        self._told: dict[Subject, None] = {}
         self._over = trail.over  # looked at for every call
 
     def impact(self, first: Broken) -> tuple[str, ...]:
@@ -151,9 +172,15 @@ class EarlyFree(RuleVerdict):
             return
         if not self.trail.same_life(event.request, event.generation, opened):
             return
+        lost = self.trail.lost_since(opened.since_seq)
+        doubt = (
+            f"{words.lost_at(lost)}, and the request may have ended there and come again, on other blocks"
+            if lost is not None
+            else ""
+        )
         blocks = tuple(sorted(expand(opened.blocks)))
         self._keep(
-            _Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]), chain)
+            _Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]), chain, doubt)
         )
 
     def _hit(
@@ -166,67 +193,92 @@ class EarlyFree(RuleVerdict):
         waiting: tuple[int, ...],
         chain: list[ev.Event],
     ) -> None:
-        if not waiting or subject in self._told or len(self._released) >= KEPT_RELEASES:
+        if not waiting or subject in self._told:
             return
         if event.request == request and self.trail.same_life(request, event.generation, opened):
             return
         hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
-        if hit:
-            self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain))
+        if not hit:
+            return
+        lost = self.trail.lost_since(opened.since_seq)
+        gone = lost is not None and not self.trail.restored_after(lost.seq)
+        doubt = f"{words.lost_at(lost)}, and it may have ended there" if lost is not None and gone else ""
+        self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain, doubt))
 
     def _keep(self, released: _Released) -> None:
-        if released.subject not in self._told and len(self._released) < KEPT_RELEASES:
-            self._told.add(released.subject)
-            self._released.append(released)
+        """Keep the first release of a job, load or transfer, or only count it."""
+        if released.subject in self._told:
+            return
+        self._told[released.subject] = None
+        forget_oldest(self._told)
+        alike = self._released.setdefault(released.sort, _Alike())
+        alike.number += 1
+        if len(alike.kept) < KEPT_RELEASES:
+            alike.kept.append(released)
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return the broken rules, and the loads whose blocks were given up under them."""
+        """Return the broken rules, and the loads whose blocks were given up under them, those of one sort together."""
         yield from super().findings(end)
-        told = {broken.request for broken in self.broken}
-        for each in self._released:
-            if each.request in told:
-                continue  # the rule was broken by settling it, and this is what came of it
-            blocks, ranks = words.plural(len(each.blocks), "block"), words.ranks(each.waiting)
-            if isinstance(each.event, ev.BlocksAllocated):
-                to = "another life of request" if each.event.request == each.request else "request"
-                how = f"were given to {to} {each.event.request} while {ranks} may still write into them"
-                title = f"{blocks} of {each.what} of request {each.request} {how}"
-                culprit = f"the scheduler freed the blocks of {each.what} before every rank had settled"
-            elif isinstance(each.event, ev.TransferStarted | ev.TransferFinished):
-                verb = "began" if isinstance(each.event, ev.TransferStarted) else "ended"
-                call = words.call_of_its_rank(each.event.op, each.event.transfer, each.event.rank)
-                title = f"rank {each.event.rank}'s {call} {verb} after {each.what} of request {each.request} was over"
-                culprit = f"the scheduler counted {each.what} as done on rank {each.event.rank} before it was"
-            else:
-                title = f"request {each.request} went on while {ranks} may still write into its {blocks} ({each.what})"
-                culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
-            events = [*each.before, each.event, *_after(each.chain, each.event)]
-            shown = {event.seq: event for event in events}
-            what, name = each.subject
-            yield Finding(
-                kind="early_free",
-                certainty="proven",
-                title=title,
-                since_seq=each.event.seq,
-                requests=tuple(name for name in dict.fromkeys([each.request, each.event.request]) if name),
-                jobs=(name,) if what == "job" and isinstance(name, int) else (),
-                loads=(name,) if what == "load" and isinstance(name, int) else (),
-                blocks=tuple(sorted(each.blocks)),
-                ranks=each.waiting,
-                culprit=culprit,
-                advice=self.advice,
-                lead_seq=each.event.seq,
-                chain=tuple(shown[seq] for seq in sorted(shown)),
-                facts={"transfers": [name]} if what == "transfer" else {},
-                impact=(f"the answer of {_at_risk(each)} may be wrong",),
-            )
+        told: set[Subject] = set()
+        for broken in self.broken:
+            told |= {("job", broken.job), ("load", broken.load), ("transfer", broken.transfer)}
+        for alike in self._released.values():
+            # Where a rule was broken by settling it, this is what came of it.
+            kept = [each for each in alike.kept if each.subject not in told]
+            if kept:
+                yield self._early(kept, alike.number - (len(alike.kept) - len(kept)))
+
+    def _early(self, group: list[_Released], number: int) -> Finding:
+        each = group[0]
+        blocks, ranks = words.plural(len(each.blocks), "block"), words.ranks(each.waiting)
+        if isinstance(each.event, ev.BlocksAllocated):
+            to = "another life of request" if each.event.request == each.request else "request"
+            how = f"were given to {to} {each.event.request} while {ranks} may still write into them"
+            title = f"{blocks} of {each.what} of request {each.request} {how}"
+            culprit = f"the scheduler freed the blocks of {each.what} before every rank had settled"
+        elif isinstance(each.event, ev.TransferStarted | ev.TransferFinished):
+            verb = "began" if isinstance(each.event, ev.TransferStarted) else "ended"
+            call = words.call_of_its_rank(each.event.op, each.event.transfer, each.event.rank)
+            title = f"rank {each.event.rank}'s {call} {verb} after {each.what} of request {each.request} was over"
+            culprit = f"the scheduler counted {each.what} as done on rank {each.event.rank} before it was"
+        else:
+            went = "may have gone on" if each.doubt else "went on"
+            title = f"request {each.request} {went} while {ranks} may still write into its {blocks} ({each.what})"
+            culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
+        events = [*each.before, each.event, *_after(each.chain, each.event)]
+        shown = {event.seq: event for event in events}
+        subjects = [each.subject for each in group]
+        names = dict.fromkeys(name for each in group for name in (each.request, each.event.request) if name)
+        transfers = [name for what, name in subjects if what == "transfer"]
+        return Finding(
+            kind="early_free",
+            certainty="undecidable" if each.doubt else "proven",
+            title=f"{title}{likewise(number - 1, each.noun)}",
+            since_seq=each.event.seq,
+            requests=tuple(names),
+            jobs=tuple(name for what, name in subjects if what == "job" and isinstance(name, int)),
+            loads=tuple(name for what, name in subjects if what == "load" and isinstance(name, int)),
+            blocks=tuple(sorted({block for each in group for block in each.blocks})),
+            ranks=each.waiting,
+            culprit=culprit,
+            advice=self.advice,
+            lead_seq=each.event.seq,
+            doubt=each.doubt,
+            chain=tuple(shown[seq] for seq in sorted(shown)),
+            facts={"transfers": transfers} if transfers else {},
+            impact=(_impact(group, number),),
+        )
 
 
-def _at_risk(each: _Released) -> str:
+def _impact(group: list[_Released], number: int) -> str:
     """Return whose KV may be wrong: of who runs on the blocks, or of whoever gets them."""
-    if isinstance(each.event, ev.TransferStarted | ev.TransferFinished):
-        return "whoever got these blocks, or loads what was stored from them,"
-    return f"request {each.event.request}"
+    if isinstance(group[0].event, ev.TransferStarted | ev.TransferFinished):
+        return "the answer of whoever got these blocks, or loads what was stored from them, may be wrong"
+    names = list(dict.fromkeys(each.event.request for each in group))
+    if number == 1 or len(names) == 1:
+        return f"the answer of request {names[0]} may be wrong"
+    least = "at least " if number > len(group) else ""
+    return f"the answers of {least}{len(names)} requests ({words.listed(names)}) may be wrong"
 
 
 def _after(chain: Chain, event: ev.Event) -> list[ev.Event]:

@@ -6,7 +6,8 @@
     a send      a prefill engine holds a finished request's blocks for a decode engine that does not fetch them. That is
                 bounded: it gives up after the send's timeout (`send_expired`), and until then the blocks are gone
 
-While a call to the store is open, a job is a `stall` instead.
+While a call to the store is open, a job is a `stall` instead. Where events of the scheduler are lost, that nobody asked
+for a send is undecidable.
 """
 
 from collections.abc import Hashable, Iterable
@@ -16,7 +17,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import Blocks, count
+from ledger.blocks import Blocks, count, from_ranges
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
 from ledger.verdicts._ends import DOWN, is_down
@@ -45,8 +46,31 @@ KEPT_EXPIRED = 200
 
 
 class _Expired(msgspec.Struct, frozen=True):
+    """A send that nobody fetched in time.
+
+    Attributes:
+        lost: where events of the scheduler are lost that belong between its beginning and its end.
+    """
+
     event: ev.SendExpired
     chain: tuple[ev.Event, ...]
+    lost: ev.Gap | None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a decode worker is known to have asked: a rank pushed, or was done in time."""
+        expired = set(from_ranges(self.event.expired_ranks))
+        expected = next((from_ranges(each.ranks) for each in self.chain if isinstance(each, ev.SendRegistered)), ())
+        pushed = any(
+            isinstance(each, ev.SendStarted) or (isinstance(each, ev.RankSent) and each.pushes > 0)
+            for each in self.chain
+        )
+        return pushed or not expired.issuperset(expected)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether somebody may have asked of whom this log has lost the trace."""
+        return self.lost is not None and not self.asked
 
 
 class Leak(Verdict):
@@ -63,7 +87,9 @@ class Leak(Verdict):
         """Note blocks that were held for a decode engine in vain."""
         self._expired_count += 1
         if len(self._expired) < KEPT_EXPIRED:
-            self._expired.append(_Expired(event, tuple(self.trail.sends[event.request][-10:])))
+            chain = self.trail.sends[event.request]
+            lost = self.trail.lost_since(chain[0].seq if chain else 0)
+            self._expired.append(_Expired(event, (*chain[:1], *chain[1:][-9:]), lost))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each sort of waits, the oldest in front, and one for all expired sends."""
@@ -79,7 +105,7 @@ class Leak(Verdict):
             if wait.what == "job" and wait.doing("silent") and called & set(wait.ranks):
                 continue  # it queues behind a call that has not returned, and the stall names it
             if wait.quarantined or wait.overdue:
-                alike.setdefault(wait.sort, []).append(wait)
+                alike.setdefault((wait.sort, tuple(view.doing for view in wait.missing)), []).append(wait)
         for group in alike.values():
             yield self._held(group, end)
         if self._expired:
@@ -127,7 +153,10 @@ class Leak(Verdict):
     def _why(first: Wait, end: End) -> str:
         open_for = words.span(first.open_ns)
         if first.quarantined:
-            return "is quarantined after a broken rule: its blocks stay held until the engine is restarted"
+            until = (
+                "were held until the engine shut down" if is_down(end) else "stay held until the engine is restarted"
+            )
+            return f"is quarantined after a broken rule: its blocks {until}"
         if first.what == "send":
             return f"holds blocks for a decode engine that has not fetched them for {open_for}"
         if first.missing:
@@ -139,12 +168,13 @@ class Leak(Verdict):
         why = "" if settled is not None else ", although every rank has reported"
         return f"{how}{freed}{why}; open for {open_for}"
 
-    @staticmethod
-    def _told(first: Wait, violated: list[ev.InvariantViolated]) -> list[str]:
+    def _told(self, first: Wait, violated: list[ev.InvariantViolated]) -> list[str]:
         if first.quarantined:
             return [f"broken rule {event.rule}: {event.detail}" for event in violated] or ["a broken rule"]
-        if first.what == "send" and not any(isinstance(event, ev.SendStarted) for event in first.chain):
-            return ["the decode engine, or the router before it: nobody has asked for this transfer"]
+        send = self.trail.state.book.sends.get(first.request) if first.what == "send" else None
+        if send is not None and not send.pushes and all(how == "expired" for how in send.outcomes.values()):
+            so_far = ", as far as this log goes" if first.blind else ""
+            return [f"the decode engine, or the router before it: nobody has asked for this transfer{so_far}"]
         if not first.missing:
             return ["the scheduler: it settled the job and stopped before freeing"]
         return [describe(view, first.name.removeprefix("store ")) for view in first.missing]
@@ -171,42 +201,49 @@ class Leak(Verdict):
         return f"Look at {where}{at}{error}; only a restart of the engine gives the blocks back."
 
     def _expiry(self) -> Finding:
-        first = self._expired[0]
-        event = first.event
+        first = next((each for each in self._expired if not each.hidden), self._expired[0])
+        event, send = first.event, f"send {first.event.transfer}"
         ready = _ready(first.chain)
-        held_ns = event.mono_ns - ready.mono_ns if ready is not None else 0
-        blocks: Blocks = tuple(part for each in self._expired for part in _blocks(each.chain))
-        asked = any(isinstance(each, ev.SendStarted) for each in first.chain)
+        held = f"the blocks of {send} were held in vain"
+        title = f"{send} of request {event.request} was freed only because it expired"
+        if ready is not None:
+            blocks = words.plural(count(ready.blocks), "block")
+            held_for = words.span(event.mono_ns - ready.mono_ns)
+            held = f"{held} for {held_for}"
+            title = (
+                f"{send} of request {event.request} held {blocks} for {held_for} in vain, and was freed only because "
+                "it expired"
+            )
         failed = [each for each in first.chain if isinstance(each, ev.RankSent) and each.code]
         inferred = ""
         if failed:
             why = words.failure(failed[0].code, failed[0].raw, failed[0].exception, failed[0].stage)
             culprit = f"the pushes of rank {failed[0].rank} failed: {why}"
-        elif asked:
+        elif first.asked:
             culprit = "some decode workers asked and others did not: see whether all ranks of the decode engine lived"
+        elif first.hidden:
+            culprit = "the decode engine, or the router before it, if nobody asked for this transfer"
         else:
             culprit = "the decode engine, or the router before it: nobody asked for this transfer"
             inferred = "why: the request was rejected there, lost its client, or failed before asking"
+        doubt = ""
+        if first.lost is not None and first.hidden and not failed:
+            doubt = f"{words.lost_at(first.lost)}, and that somebody asked for this transfer may be among them"
         return Finding(
             kind="leak",
-            certainty="proven",
-            title=(
-                f"send {event.transfer} of request {event.request} held "
-                f"{words.plural(count(_blocks(first.chain)), 'block')} for {words.span(held_ns)} in vain, and was "
-                f"freed only because it expired{likewise(self._expired_count - 1, 'send')}"
-            ),
+            certainty="undecidable" if doubt else "proven",
+            title=f"{title}{likewise(self._expired_count - 1, 'send')}",
             since_seq=ready.seq if ready is not None else event.seq,
             requests=tuple(dict.fromkeys(each.event.request for each in self._expired)),
-            blocks=listed(blocks),
+            blocks=listed(tuple(part for each in self._expired for part in _blocks(each.chain))),
             ranks=tuple(dict.fromkeys(rank for run in event.expired_ranks for rank in range(run[0], run[1] + 1))),
             code=failed[0].code if failed else None,
             culprit=culprit,
             advice="Let the router tell the prefill engine when it gives a request up. Nothing is held any more.",
             other_log=OTHER_LOG,
             inferred=inferred,
-            impact=(
-                f"the blocks of send {event.transfer} were held in vain for {words.span(held_ns)} and are free again",
-            )
+            doubt=doubt,
+            impact=(f"{held} and are free again",)
             if self._expired_count == 1
             else (
                 f"the blocks of {self._expired_count:,} sends were held in vain until they expired, and are free again",

@@ -3,7 +3,8 @@
 One job that misses a rank is a `leak` or a `stall`, an accident. Two or more that miss the same ranks, when those ranks
 have never answered anything in the whole log, are a system that was set up wrong: reports of these ranks do not reach
 the scheduler, or it waits for ranks that do not exist. Where events of the scheduler are lost the ranks may have
-answered there, and the jobs stay a `leak` or a `stall`.
+answered there, and the jobs stay a `leak` or a `stall`. So do those of a
+rank whose call was seen to fail: it runs.
 """
 
 from collections.abc import Iterable
@@ -67,8 +68,9 @@ class MissingRanks(Verdict):
             yield self._counted_without(ranks, unanswered)
 
     def _never_answer(self, ranks: tuple[int, ...], group: list[Wait], end: End) -> Finding:
-        first = group[0]
-        certain, doubt = certainty(end, group)
+        seen = [wait for wait in group if not wait.blind]
+        first = seen[0] if seen else group[0]
+        certain, doubt = certainty(end, seen if len(seen) > 1 else group)
         jobs = [wait.number for wait in group if wait.what == "job"]
         loads = [wait.number for wait in group if wait.what == "load"]
         what = " and ".join(

@@ -11,6 +11,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End, Trail
+from ledger.verdicts._ends import DOWN, is_down
 from ledger.verdicts._rules import Alike, Broken, RuleVerdict, kind_of_rule
 from ledger.verdicts._stale import owed_by_an_older_job
 
@@ -32,7 +33,8 @@ class OverReport(RuleVerdict):
 
     def advise(self, first: Broken, end: End) -> str:
         """Return what to do next."""
-        held = " The blocks stay pinned, which is safe; do not free them by hand." if first.blocks else ""
+        safe = DOWN if is_down(end) else "The blocks stay pinned, which is safe; do not free them by hand."
+        held = f" {safe}" if first.blocks else ""
         return f"{self.advice.format(words.clock(first.event.ts_ns) + ' UTC')}{held}"
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:

@@ -11,8 +11,8 @@ depends on what orders the two, because a worker's evidence comes in late:
     proven      the call began after the worker had been told of a step later than the one that gave the block away: the
                 new owner's first forward pass lay between
     suspected   the call was open when the block was given away, or the order of the two within a step is not recorded,
-                or the new owner's own load or recv may have written the block afterwards, or both owners are lives of
-                the same request, whose KV may be the same
+                or the new owner's own load or recv may have written the block afterwards, or events of the scheduler
+                are lost before its first run, or both owners are lives of the same request, whose KV may be the same
 
 The first 2,000 calls are told one by one. Of further ones a finding says how many there are, and from where to where.
 """
@@ -215,8 +215,14 @@ class Poison(Verdict):
                     grant.written = event
 
     def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
+        life = self.trail.requests.get(event.request)
         for grant in self._grants:
-            if grant.event.request == event.request:
+            given = grant.event
+            if (given.request, given.generation) != (event.request, event.generation):
+                continue
+            # An id that comes back begins with generation 1 again, and runs on other blocks.
+            came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > given.seq
+            if not came_later and self.trail.lost_since(given.seq) is None:
                 grant.written = grant.written or event
                 grant.ran = grant.ran or event
 

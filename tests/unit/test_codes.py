@@ -55,6 +55,7 @@ def test_every_code_says_what_it_means_whether_to_retry_and_what_to_do():
         assert row.code is code
         assert row.meaning.endswith(".")
         assert row.action.endswith(".")
+        assert not row.action.startswith("None"), "the report puts it behind the name of an engine"
 
 
 def test_what_cannot_heal_by_itself_is_not_retried():

@@ -10,7 +10,7 @@ from ledger.case import Interest, Moment, Watch, state_at
 from ledger.errors import Refused
 from ledger.replay import CHUNK_EVENTS, Replay, replay, until
 from ledger.state import State
-from ledger.trail import KEPT_TIMES, Times, Trail
+from ledger.trail import EXACT_NS, KEPT_TIMES, Times, Trail
 from ledger.verdicts import Verdict, all_verdicts
 from tests.incidents.script import START_TS_NS, Script
 
@@ -147,15 +147,25 @@ def test_the_trail_of_a_request_that_is_preempted_for_ever_stays_small():
 
 
 def test_the_time_of_a_place_is_never_too_early_and_costs_a_fixed_memory():
-    times = Times()
+    times, apart_ns = Times(), 7_000_000
     seqs = range(1, 40 * KEPT_TIMES)
     for first in range(1, seqs.stop, CHUNK_EVENTS):
-        times.note([ev.LogClosed(seq, 0, 10 * seq, ev.SCHEDULER, 0) for seq in range(first, first + CHUNK_EVENTS)])
-    late = [at - 10 * seq for seq in seqs if (at := times.at(seq)) is not None]
+        chunk = range(first, first + CHUNK_EVENTS)
+        times.note([ev.LogClosed(seq, 0, apart_ns * seq, ev.SCHEDULER, 0) for seq in chunk])
+    late = [at - apart_ns * seq for seq in seqs if (at := times.at(seq)) is not None]
+    assert len(late) == len(seqs)
     assert min(late) >= 0
-    assert max(late[-1000:]) <= 10 * 16
+    assert max(late[-1000:]) < EXACT_NS
     assert len(times) <= 2 * KEPT_TIMES
     assert times.at(seqs.stop + CHUNK_EVENTS) is None
+
+
+def test_the_time_of_the_last_place_before_a_pause_does_not_lie_behind_the_pause():
+    times = Times()
+    moments_ms = [0, 10, 20, 20_000, 20_010, 20_020]
+    times.note([ev.LogClosed(seq, 0, at * 10**6, ev.SCHEDULER, 0) for seq, at in enumerate(moments_ms, 1)])
+    assert [times.at(seq) for seq in (1, 2, 3)] == [0, 20 * 10**6, 20 * 10**6]
+    assert [times.at(seq) for seq in (4, 5, 6)] == [20_000 * 10**6, 20_020 * 10**6, 20_020 * 10**6]
 
 
 def test_every_kind_of_event_can_be_looked_at():

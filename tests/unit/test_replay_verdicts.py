@@ -166,6 +166,80 @@ def test_the_clock_of_another_host_makes_no_report_late_and_hides_no_lost_one(ah
     assert findings() == ["leak suspected"]
 
 
+@pytest.mark.parametrize("before", [0, 1, 5, 14, 1900, 2030, 2040])
+def test_a_lost_report_is_found_wherever_it_stands_in_the_log(before: int):
+    log = Script()
+    for _ in range(before):
+        log.lookup_deferred(request="N", generation=1)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    call = log.put_begins(0, keys="abcdefgh")
+    log.ends(call, "raised", exception="RuntimeError")
+    log.finishes("R")
+    for _ in range(3):
+        log.passes(10, steps=13)
+        log.checks()
+    log.log_closed()
+    assert kinds(replay(log.events)) == ["leak proven"]
+
+
+@pytest.mark.parametrize("answered_before", [True, False])
+def test_an_older_job_behind_a_gap_takes_neither_proof_nor_cause_from_a_job_that_was_seen_whole(
+    *, answered_before: bool
+):
+    log = Script()
+    if answered_before:
+        log.runs("S")
+        log.stores(0, "S", blocks=(21, 28), keys="ijklmnop")
+        log.finishes("S")
+    log.runs("A")
+    log.saves(1, "A", blocks=(1, 8))
+    log.gap(origin="rank 0", dropped=1, reason="queue full")
+    log.passes(100, steps=100)
+    log.runs("B")
+    log.saves(2, "B", blocks=(11, 18))
+    call = log.put_begins(2, keys="abcdefgh")
+    log.ends(call, "raised", exception="RuntimeError")
+    log.passes(100, steps=1000)
+    hidden, seen = replay(log.closes().events).findings
+    assert (hidden.kind, hidden.certainty, hidden.jobs) == ("leak", "undecidable", (1,))
+    assert (seen.kind, seen.certainty, seen.jobs) == ("leak", "proven", (2,))
+    assert "raised RuntimeError" in seen.culprit
+
+
+def test_two_jobs_that_were_seen_whole_show_a_missing_rank_whatever_a_gap_hides_of_an_older_one():
+    def found(jobs: int) -> Finding:
+        log = Script(ranks=2)
+        for job in range(jobs):
+            log.runs(f"R{job}")
+            log.saves(job, f"R{job}", blocks=(1 + 10 * job, 8 + 10 * job))
+            log.reports(job, 0)
+            log.finishes(f"R{job}")
+            if job == 0:
+                log.gap(origin="rank 1", dropped=1, reason="queue full")
+        log.passes(100)
+        return only(replay(log.closes().events))
+
+    assert (found(2).kind, found(2).certainty) == ("missing_ranks", "undecidable")
+    assert (found(3).kind, found(3).certainty, found(3).jobs) == ("missing_ranks", "proven", (0, 1, 2))
+
+
+def test_a_silent_job_and_one_whose_put_raised_are_told_each_by_what_its_rank_did():
+    log = Script()
+    log.runs("S")
+    log.stores(0, "S", blocks=(21, 28), keys="ijklmnop")
+    log.finishes("S")
+    for job, request, blocks in ((1, "A", (1, 8)), (2, "B", (11, 18))):
+        log.runs(request)
+        log.saves(job, request, blocks=blocks)
+    call = log.put_begins(2, keys="abcdefgh")
+    log.ends(call, "raised", exception="RuntimeError")
+    log.passes(100, steps=1000)
+    silent, raised = replay(log.closes().events).findings
+    assert (silent.jobs, raised.jobs) == ((1,), (2,))
+    assert "raised RuntimeError" in raised.culprit
+
+
 def test_a_put_that_ended_well_may_be_followed_by_another_one_so_it_alone_is_no_leak():
     log = waiting_job(seconds=0.1)
     log.ends("1-1")
@@ -235,6 +309,58 @@ def test_a_finding_of_several_waits_names_the_request_of_its_first_and_counts_th
         "store job 1 of request R1 has been open for 1 min 40 s; no answer of rank 1 is in this log; "
         "1 more job likewise"
     )
+
+
+def expires(lost: str, *, open_still: bool = False) -> Finding:
+    """Return what is found of a send of two ranks, of which rank 0 is served, when events of the scheduler are lost.
+
+    Args:
+        lost: what the lost events tell: "nothing", of rank 0, "ready" or that the send was ready, or "no" gap.
+        open_still: the log ends before it expires.
+    """
+    log = Script("prefill", ranks=2)
+    log.runs("R", tokens=128)
+    log.sends("x1", "R")
+    before = len(log.events)
+    log.holds("x1", "R", blocks=(5, 12))
+    if lost == "ready":
+        del log.events[before:]
+        loses_events_of_the_scheduler(log)
+    before = len(log.events)
+    if lost in ("rank 0", "no"):
+        log.pushes("x1", "R", 0)
+    if lost in ("nothing", "rank 0"):
+        del log.events[before:]
+        loses_events_of_the_scheduler(log)
+    log.passes(480, steps=9000)
+    if not open_still:
+        for rank in sorted(log.state.book.sends["R"].waiting):
+            log.rank_sent(transfer="x1", request="R", rank=rank, outcome="expired")
+        expired = ((1, 1),) if lost in ("rank 0", "no") else ((0, 1),)
+        log.send_expired(transfer="x1", request="R", expired_ranks=expired)
+    return only(replay(log.closes().events))
+
+
+def test_that_nobody_asked_for_a_transfer_is_not_said_where_the_question_may_be_lost():
+    nobody = "nobody asked for this transfer"
+    assert (expires("no").certainty, nobody in expires("no").culprit) == ("proven", False)
+    served = expires("rank 0")
+    assert (served.certainty, served.culprit) == (
+        "proven",
+        "some decode workers asked and others did not: see whether all ranks of the decode engine lived",
+    )
+    hidden = expires("nothing")
+    assert (hidden.certainty, hidden.inferred) == ("undecidable", "")
+    assert hidden.culprit == f"the decode engine, or the router before it, if {nobody}"
+    assert "that somebody asked for this transfer may be among them" in hidden.doubt
+    assert "nobody has asked" not in expires("rank 0", open_still=True).culprit
+    assert "nobody has asked" in expires("nothing", open_still=True).culprit
+
+
+def test_how_long_a_send_was_held_is_not_said_where_its_beginning_is_lost():
+    finding = expires("ready")
+    assert finding.title == "send x1 of request R was freed only because it expired"
+    assert finding.impact == ("the blocks of send x1 were held in vain and are free again",)
 
 
 def test_expired_sends_of_several_requests_are_told_by_the_first():
@@ -313,6 +439,19 @@ def test_a_report_for_a_job_that_a_gap_may_have_hidden_is_undecidable():
     log.rank_completed(job=7, rank=0)
     finding = replay(log.events, "live").findings[0]
     assert (finding.kind, finding.certainty) == ("stale_completion", "undecidable")
+
+
+@pytest.mark.parametrize(
+    ("dropped", "lost"),
+    [(0, "an unknown number of events of rank 0 are"), (1, "1 event of rank 0 is"), (2, "2 events of rank 0 are")],
+)
+def test_one_lost_event_is_told_in_the_singular(dropped: int, lost: str):
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.gap(origin="rank 0", dropped=dropped, reason="queue full")
+    log.passes(100, steps=100)
+    assert only(replay(log.closes().events)).doubt.startswith(f"{lost} lost at event 6 (queue full)")
 
 
 def test_without_evidence_nothing_is_claimed_of_what_a_rank_did():
@@ -580,6 +719,38 @@ def test_what_is_pulled_into_blocks_after_their_new_owners_own_pull_is_proven_po
     assert kinds(replay(log.events)) == ["early_free proven", "poison proven"]
 
 
+@pytest.mark.parametrize("who_runs", ["the owner", "its id again", "its id behind a gap"])
+def test_a_run_of_an_id_that_came_back_writes_nothing_into_the_blocks_of_its_first_life(who_runs: str):
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12), pins=False)
+    log.steps()
+    log.preempts("R")
+    log.steps()
+    log.arrives("X")
+    log.gives("X", (5, 12))
+    log.lookup_answered(request="X", generation=1, hit_tokens=128)
+    log.load_planned(load=0, request="X", generation=1, blocks=((0, ((5, 12),)),), tokens=128)
+    if who_runs == "its id again":
+        log.request_aborted(request="X", generation=1, was="loading")
+    log.load_settled(load=0, outcome="cancelled")
+    if who_runs == "its id again":
+        log.arrives("X")
+    elif who_runs == "its id behind a gap":
+        loses_events_of_the_scheduler(log)
+    log.steps(2)
+    log.request_scheduled(request="X", generation=1)
+    log.passes(0.2, steps=3)
+    call = log.put_begins(0, keys="abcdefgh")
+    log.ends(call)
+    log.reports(0)
+    log.finishes("X")
+    log.resumes("R")
+    log.finishes("R", 2)
+    poisoned = only(replay(log.closes().events))
+    assert (poisoned.kind, poisoned.certainty) == ("poison", "proven" if who_runs == "the owner" else "suspected")
+
+
 def poisoned_one_after_the_other(jobs: int, *, caught_too: bool = False) -> Script:
     log = Script()
     for job in range(jobs):
@@ -657,6 +828,52 @@ def test_a_call_that_ends_steps_after_its_job_was_over_shows_that_the_blocks_wer
     assert finding.blocks == tuple((0, block) for block in range(5, 13))
 
 
+def test_a_rule_that_was_broken_for_other_work_of_a_request_hides_no_load_whose_blocks_were_given_away():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(1, 8))
+    log.job_settled(job=0)
+    log.puts(0, keys="abcdefgh")
+    log.reports(0)
+    log.finishes("R")
+    log.passes(3600, steps=1000)
+    log.arrives("R")
+    log.loads(0, "R", blocks=(31, 38))
+    call = log.get_begins(0, keys="abcdefgh")
+    log.steps(2)
+    log.arrives("X")
+    log.gives("X", (31, 38))
+    log.steps(2)
+    log.ends(call)
+    log.answers(0)
+    log.finishes("X")
+    log.finishes("R")
+    early = [finding for finding in replay(log.closes().events).findings if finding.kind == "early_free"]
+    assert [(finding.jobs, finding.loads) for finding in early] == [((0,), ()), ((), (0,))]
+
+
+def test_loads_whose_blocks_are_given_away_again_and_again_are_one_finding_that_counts_them_all():
+    log = Script()
+    for load in range(300):
+        log.arrives(f"Q{load}")
+        log.loads(load, f"Q{load}", blocks=(1, 8))
+        call = log.get_begins(load, keys="abcdefgh")
+        log.steps(3)
+        log.arrives(f"X{load}")
+        log.gives(f"X{load}", (1, 8))
+        log.ends(call)
+        log.answers(load)
+        log.finishes(f"Q{load}")
+        log.finishes(f"X{load}")
+    (early,) = [finding for finding in replay(log.closes().events).findings if finding.kind == "early_free"]
+    assert early.title == (
+        "8 blocks of load 0 of request Q0 were given to request X0 while rank 0 may still write into them; "
+        "299 more loads likewise"
+    )
+    assert len(early.loads) == 200
+    assert early.impact == ("the answers of at least 200 requests (X0, X1, X2, X3, X4 and 195 more) may be wrong",)
+
+
 def test_evidence_of_the_step_in_which_the_job_ended_proves_nothing():
     assert replay(outlived(steps=0).events).findings == []
 
@@ -694,6 +911,42 @@ def test_a_request_that_comes_again_does_not_run_on_the_blocks_of_its_first_life
     log.answers(0)
     log.finishes("R")
     assert replay(log.closes().events).findings == []
+
+
+@pytest.mark.parametrize("what", ["load", "recv"])
+def test_where_the_end_of_a_request_may_be_lost_its_next_life_is_not_proven_to_run_on_blocks_of_the_first(what: str):
+    log = Script()
+    log.arrives("R")
+    if what == "load":
+        log.loads(0, "R", blocks=(5, 12))
+        log.get_begins(0, keys="abcdefgh")
+    else:
+        log.receives("x1", "R", blocks=(5, 12))
+    log.state.apply(ev.RequestAborted(len(log.events), 0, 0, ev.SCHEDULER, 0, request="R", generation=1, was="loading"))
+    log.state.apply(ev.RequestQueued(len(log.events), 0, 0, ev.SCHEDULER, 0, request="R", generation=1))
+    loses_events_of_the_scheduler(log)
+    log.steps()
+    log.request_scheduled(request="R", generation=1, scheduled_tokens=20)
+    if what == "load":
+        log.ends("0-1")
+        log.answers(0)
+    else:
+        log.pull_ends("x1", "R")
+        log.peer_answers("x1", "R")
+        log.received("x1", "R")
+    log.finishes("R")
+    assert kinds(replay(log.closes().events)) == ([] if what == "load" else ["early_free undecidable"])
+
+
+def test_blocks_of_a_load_that_a_gap_may_have_ended_are_not_proven_to_be_freed_early():
+    log = Script()
+    log.arrives("R")
+    log.loads(0, "R", blocks=(5, 12))
+    log.gap(origin="scheduler", dropped=9, reason="the queue was full")
+    log.arrives("Q")
+    log.gives("Q", (5, 12))
+    finding = replay(log.events, "live").findings[0]
+    assert (finding.kind, finding.certainty) == ("early_free", "undecidable")
 
 
 def test_blocks_that_go_to_a_request_that_came_again_while_its_first_life_loads_are_freed_early():

@@ -257,10 +257,10 @@ def test_of_many_blocks_an_event_shows_those_that_the_incident_is_about(tmp_path
         ("S1", "the answer of request R3, which loaded these keys, is unreliable"),
         (
             "S2",
-            "what was stored is sound, as far as this log goes; 16 of 99 blocks are still held at the end of the log",
+            "is sound, as far as this log goes; 16 of 99 blocks were still held when the engine shut down",
         ),
         ("S4", "request R was aborted after 5 min 02 s without its KV"),
-        ("S4", "8 of 99 blocks of engine decode are still held at the end of the log"),
+        ("S4", "8 of 99 blocks of engine decode were still held when the engine shut down"),
         ("S9", "no request failed: all 3 were recomputed, which costs time only"),
         ("S11", "are free again; it is over: nothing of it is open at the end"),
         ("S13", "8 of 99 blocks of engine writer were held when the log ends"),
@@ -284,6 +284,14 @@ def test_what_to_do_names_the_engine_and_stops_the_leak_before_the_cause_is_mend
     said = one_line(replay_files([save(events[:-1], tmp_path / "torn.db")])).split(" Do next: ")[1]
     assert said.index("Restart the engine") < said.index("Use a connector that keeps reports by job id")
     assert "Restart the engine" not in one_line(cases["S2"])  # it has shut down
+
+
+@pytest.mark.parametrize("name", ["S2", "S3", "K3"])
+def test_of_an_engine_that_has_shut_down_no_block_is_said_to_be_held_still(cases: dict[str, Case], name: str):
+    said = one_line(cases[name])
+    assert "still held when the engine shut down" in said
+    for claim in ("are still held", "stay held", "stay pinned", "by hand"):
+        assert claim not in said
 
 
 def test_a_request_that_has_only_just_come_is_not_affected(cases: dict[str, Case]):
@@ -310,8 +318,8 @@ def test_the_logs_of_two_boots_of_one_engine_are_told_apart_by_their_boots(tmp_p
     told = one_line(replay_files(paths))
     for says in (
         "What happened on engine vllm, boot b1 (incident 1): ",
-        "8 of 99 blocks of engine vllm, boot b1 are still held",
-        "8 of 99 blocks of engine vllm, boot b2 are still held",
+        "8 of 99 blocks of engine vllm, boot b1 were still held",
+        "8 of 99 blocks of engine vllm, boot b2 were still held",
         "On engine vllm, boot b1: The engine has shut down",
         "On engine vllm, boot b2: The engine has shut down",
     ):
