@@ -20,7 +20,7 @@ from ledger.state import Load
 from ledger.trail import Chain, End, Trail
 from ledger.transfers import Recv
 from ledger.verdicts import Finding
-from ledger.verdicts._rules import Broken, RuleVerdict
+from ledger.verdicts._rules import Alike, Broken, RuleVerdict
 
 KEPT_RELEASES = 200
 
@@ -71,9 +71,9 @@ class EarlyFree(RuleVerdict):
             return (f"what is sent as {first.transfer} after event {first.event.seq} may be KV of another request",)
         return (f"whoever gets these blocks after event {first.event.seq} may have wrong KV in them",)
 
-    def finding(self, group: list[Broken], end: End) -> Finding:
+    def finding(self, alike: Alike, end: End) -> Finding:
         """Return the finding for one rule, with what shows that the work was not over."""
-        found, first = super().finding(group, end), group[0]
+        found, first = super().finding(alike, end), alike.broken[0]
         return msgspec.structs.replace(found, chain=(*found.chain, *_after(first.chain, first.event)))
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
