@@ -104,6 +104,43 @@ def test_evidence_that_another_rank_lost_clears_nobody():
     assert kinds(replay(log.closes().events)) == ["unreported_failure proven"]
 
 
+@pytest.mark.parametrize("seconds", [0.05, 3600, -3600])
+@pytest.mark.parametrize("place", [ev.RankLoaded, ev.TransferFinished])
+def test_a_failure_is_not_hidden_by_a_clock_that_is_wrong_or_was_set(seconds: float, place: type[ev.Event]):
+    events = answered_well().closes().events
+    first = next(event.seq for event in events if isinstance(event, place))
+    for changed in ({event.seq for event in calls(answered_well())}, {e.seq for e in events if e.seq >= first}):
+        told = [
+            msgspec.structs.replace(event, ts_ns=event.ts_ns + int(seconds * 1e9) * (event.seq in changed))
+            for event in events
+        ]
+        assert kinds(replay(told)) == ["unreported_failure proven"]
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_failure_is_not_hidden_by_evidence_that_comes_after_the_load_has_settled(late: int):
+    log = answered_well()
+    events = moved(log.events, calls(log)[-late:], ev.LoadSettled)
+    assert kinds(replay(events, "live")) == ["unreported_failure proven"]
+
+
+def test_failures_that_a_rank_swallows_again_and_again_are_one_finding_that_counts_all():
+    log = Script(ranks=2)
+    for load in range(600):
+        log.arrives(f"Q{load}")
+        log.loads(load, f"Q{load}", blocks=(1, 8))
+        for rank in (0, 1):
+            log.ends(log.get_begins(load, rank), "failed" if rank or load < 300 else "ok", exception="X")
+        log.answers(load, 0)
+        log.answers(load, 1)
+        log.finishes(f"Q{load}")
+    few, many = sorted(replay(log.closes().events).findings, key=lambda finding: finding.ranks)
+    assert (few.certainty, few.ranks, many.ranks) == ("proven", (0,), (1,))
+    assert few.title.endswith("; 299 more loads likewise")
+    assert many.title.endswith("; 599 more loads likewise")
+    assert many.impact == ("the answers of these requests are unreliable: they went on with KV that did not arrive",)
+
+
 # --- a key that is gone -----------------------------------------------------------------------------------------------
 
 
