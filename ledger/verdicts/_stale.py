@@ -3,6 +3,8 @@
 That is known only at the end of the log: evidence comes in late, and so does the older job's own report.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from ledger import events as ev
@@ -53,6 +55,11 @@ def is_owed(trail: Trail, job: int, rank: int) -> bool:
     """Return whether a job waits for the report of a rank, as far as the book says."""
     opened = trail.state.book.jobs.get(job)
     return opened is not None and rank in opened.waiting
+
+
+def any_owed(trail: Trail, jobs: Iterable[int], rank: int) -> bool:
+    """Return whether one of some jobs waits for the report of a rank, as far as the book says."""
+    return any(is_owed(trail, job, rank) for job in jobs)
 
 
 def owed_by(trail: Trail, job: int, report: ev.RankCompleted) -> Owed | None:

@@ -17,7 +17,7 @@ from ledger.errors import Refused
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding
 from ledger.verdicts._rules import Alike, Broken, RuleVerdict
-from ledger.verdicts._stale import RULES, is_owed, older_jobs, whose
+from ledger.verdicts._stale import RULES, Reading, any_owed, older_jobs, whose
 
 KEPT_OPEN = 1000
 """Jobs and ranks of which a report may be that of an older job. Further reports are judged as those of the last one."""
@@ -63,7 +63,8 @@ class OverReport(RuleVerdict):
             super().refused(event, refusal)
             return
         work = event.job, event.rank
-        if work not in self._open:
+        known = self._open.get(work)
+        if known is None or not any_owed(self.trail, known.older, event.rank):
             self._settle()
             if len(self._open) < KEPT_OPEN:
                 self._open[work] = _Open(event, older)
@@ -72,25 +73,29 @@ class OverReport(RuleVerdict):
         self.take(event, refusal.rule, refusal.detail, is_report=True, into=self._open[work].rules)
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return one finding for each rule, and one for each report that may be that of an older job after all."""
+        """Return one finding for each rule, and one for each reason why it is not known whose reports they were."""
         rules = {rule: Alike(alike.broken, alike.number) for rule, alike in self.rules.items()}
+        doubtful: dict[tuple[str, Reading], Alike] = {}
         for opened in self._open.values():
             reading = whose(self.trail, end, opened.report, opened.older)
             if reading.owed is not None:
                 continue
             for rule, alike in opened.rules.items():
-                if not reading.doubt:
+                if reading.doubt:
+                    doubtful.setdefault((rule, reading), Alike()).add(alike)
+                else:
                     rules.setdefault(rule, Alike()).add(alike)
-                    continue
-                yield msgspec.structs.replace(
-                    self.finding(alike, end), certainty=reading.certainty, doubt=reading.doubt
-                )
         for alike in rules.values():
             yield self.finding(alike, end)
+        for (_, reading), alike in doubtful.items():
+            found = self.finding(alike, end)
+            if not found.doubt:
+                found = msgspec.structs.replace(found, certainty=reading.certainty, doubt=reading.doubt)
+            yield found
 
     def _settle(self) -> None:
         """Take the reports that were not those of older jobs: each of these has got its own."""
         for work, opened in list(self._open.items()):
-            if not any(is_owed(self.trail, job, work[1]) for job in opened.older):
+            if not any_owed(self.trail, opened.older, work[1]):
                 for rule, alike in self._open.pop(work).rules.items():
                     self.rules.setdefault(rule, Alike()).add(alike)

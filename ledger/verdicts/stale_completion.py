@@ -22,7 +22,7 @@ from ledger.errors import Refused
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding
 from ledger.verdicts._rules import RuleVerdict
-from ledger.verdicts._stale import RULES, Owed, Reading, is_owed, older_jobs, owed_by, whose
+from ledger.verdicts._stale import RULES, Owed, Reading, any_owed, older_jobs, owed_by, whose
 from ledger.verdicts._waits import with_events
 
 KEPT_CHAIN = 12
@@ -71,8 +71,6 @@ class StaleCompletion(RuleVerdict):
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
         """Note a report that may be that of an older job; forget it when the older job gets its own."""
-        if self._suspects:
-            self._forget()
         if len(self.state.book.jobs) < 2:
             return
         for key in [
@@ -106,7 +104,7 @@ class StaleCompletion(RuleVerdict):
         job, rank = work = event.job, event.rank
         older = older_jobs(self.trail, event)
         known = self._suspects.get(work)
-        if known is not None:
+        if known is not None and any_owed(self.trail, known.older, rank):
             self._show(work, event)
             if not known.is_refused and older:
                 known.report, known.older, known.is_refused = event, older, True
@@ -135,7 +133,7 @@ class StaleCompletion(RuleVerdict):
     def _forget(self) -> None:
         """Forget the reports that were not those of older jobs: each of these has got its own."""
         for work, suspect in list(self._suspects.items()):
-            if not any(is_owed(self.trail, job, work[1]) for job in suspect.older):
+            if not any_owed(self.trail, suspect.older, work[1]):
                 del self._suspects[work]
 
     def _show(self, work: Work, event: ev.Event) -> None:
@@ -149,7 +147,9 @@ class StaleCompletion(RuleVerdict):
         if candidate is None:
             return
         completed, owed = candidate
-        if event.ts_ns > completed.ts_ns and event.step > completed.step:
+        if not any_owed(self.trail, (owed.job,), event.rank):
+            del self._candidates[event.job, event.rank]
+        elif event.ts_ns > completed.ts_ns and event.step > completed.step:
             del self._candidates[event.job, event.rank]
             verb = "began" if isinstance(event, ev.TransferStarted) else "ended"
             how = f"job {event.job} was counted as done on rank {event.rank} before its own {event.op} {verb}"
@@ -169,6 +169,7 @@ class StaleCompletion(RuleVerdict):
         is_refused: bool,
     ) -> None:
         """Note that a report of `work` may be that of an older job, with what is known of both jobs now."""
+        self._forget()
         if work in self._suspects or len(self._suspects) >= KEPT_CANDIDATES:
             return
         younger = self.trail.jobs.get(work[0], [])

@@ -903,6 +903,45 @@ def test_a_report_is_not_that_of_an_older_job_that_the_rank_had_not_finished():
     assert told_of(log.events) == ["over_report proven"]
 
 
+def test_reports_of_which_nobody_knows_whose_they_were_are_one_finding():
+    log = Script(settings={"evidence": "False"})
+    log.runs("R")
+    log.saves(0, "R", blocks=(30, 37))
+    for job in range(1, 50):
+        log.saves(job, "R", blocks=(40, 47))
+        log.reports(job)
+        log.rank_completed(job=job, rank=0)
+    log.passes(5, steps=100)
+    log.finishes("R")
+    (finding,) = (each for each in replay(log.events).findings if each.kind == "over_report")
+    assert (finding.certainty, len(finding.jobs)) == ("undecidable", 49)
+    assert "what rank 0 did is not recorded" in finding.doubt
+
+
+def test_a_book_that_has_no_older_job_any_more_ends_the_suspicion_that_a_report_was_its():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(30, 37))
+    log.saves(1, "R", blocks=(40, 47))
+    log.puts(0)
+    log.steps()
+    log.rank_completed(job=1, rank=0)
+    state = State()
+    for event in [*log.events, ev.RankCompleted(0, 0, 0, ev.SCHEDULER, 0, job=0, rank=0)]:
+        state.apply(event)
+    state.apply(ev.JobSettled(0, 0, 0, ev.SCHEDULER, 0, job=0))
+    state.apply(ev.BlocksFreed(0, 0, 0, ev.SCHEDULER, 0, job=0, blocks=((0, ((30, 37),)),)))
+    log.gap(origin=ev.SCHEDULER, dropped=3, reason="the queue was full")
+    log.checkpoint(
+        digest=state.digest(), open_jobs=1, pinned_blocks=8, waiting_loads=0, book=msgspec.Raw(state.encode())
+    )
+    log.steps()
+    log.puts(1)
+    log.passes(5, steps=100)
+    log.finishes("R")
+    assert told_of(log.events) == []
+
+
 def test_a_report_for_a_job_that_does_not_ask_the_rank_is_not_said_to_have_come_twice():
     log = Script(ranks=2)
     log.runs("R")
