@@ -160,6 +160,8 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
         # What a log knows says more than what it does not.
         for transfer in sorted(finding.facts.get("transfers", ()), key=lambda each: each not in log.transfers):
             side = _side(logs[index].transfers.get(transfer, ()))
+            if not side and _lost(logs[index]):  # which side this log is on may be among what it has lost
+                continue
             wanted = "prefill" if side == "decode" else "decode"
             known = any(_side(each.transfers.get(transfer, ())) == wanted for each in logs)
             asked = _asked_of(logs[index].transfers.get(transfer, ()))

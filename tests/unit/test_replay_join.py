@@ -122,6 +122,15 @@ def test_what_a_log_with_a_gap_does_not_have_is_not_said_to_have_not_been(kinds:
     assert not any(claim in culprit for culprit in told for claim in ("not computed", "knows nothing", "was not asked"))
 
 
+def test_a_log_that_has_lost_on_which_side_of_a_transfer_it_was_calls_no_other_engine_the_decode_engine():
+    logs = BY_ID["S4"].logs()
+    decode = without(logs["decode"], ev.RecvRegistered, ev.PeersNamed, ev.PeerSettled, ev.RecvFailed, ev.RecvSettled)
+    prefill = without(logs["prefill"], ev.SendRegistered, ev.SendReady, ev.RankSent, ev.SendExpired)
+    told = [finding.culprit for log, finding in joined(prefill, decode).findings if log == 1]
+    assert told
+    assert not any("decode engine prefill" in culprit for culprit in told)
+
+
 def test_a_decode_engine_whose_log_has_a_gap_is_not_said_to_wait_still():
     prefill, decode = good_transfer()
     prefill = Script("prefill")
