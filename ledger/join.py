@@ -160,6 +160,8 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
         # What a log knows says more than what it does not.
         for transfer in sorted(finding.facts.get("transfers", ()), key=lambda each: each not in log.transfers):
             side = _side(logs[index].transfers.get(transfer, ()))
+            if not side and _lost(logs[index]):  # which side this log is on may be among what it has lost
+                continue
             wanted = "prefill" if side == "decode" else "decode"
             known = any(_side(each.transfers.get(transfer, ())) == wanted for each in logs)
             asked = _asked_of(logs[index].transfers.get(transfer, ()))
@@ -222,23 +224,27 @@ def _of_transfer(transfer: str, log: _Log, side: str, *, known: bool) -> str:
         # With several engines of that side, all but one know nothing of it, and rightly so.
         if known or (opened is not None and opened.role in NOT_OF[side]):
             return ""
+        lost = _lost(log)
+        if lost:
+            return f"what {engine} did with transfer {transfer} is not known (no event in {log.name}, but {lost})"
         return f"{engine} knows nothing of transfer {transfer} (no event in {log.name})"
     if _side(events) != side:
         return ""
     last = events[-1]
     at = f"(event {last.seq} of {log.name})"
     if side == "prefill":
-        return _of_prefill(events, engine, log.name)
+        return _of_prefill(events, engine, log)
     failed, settled = _failed(events, "pull"), _last(events, ev.RecvSettled)
     if failed is not None and (settled is None or settled.outcome == "failed"):
         why = words.failure(failed.code, failed.raw, failed.exception)
         return f"{engine} failed to pull it{': ' + why if why else ''} (event {failed.seq} of {log.name})"
     if settled is not None:
         return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {log.name})"
-    return f"{engine} still waits for it; its last event: {words.describe(last)} {at}"
+    return _last_known(engine, last, log) or f"{engine} still waits for it; its last event: {words.describe(last)} {at}"
 
 
-def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, name: str) -> str:
+def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
+    name = log.name
     kinds = {type(event) for event in events}
     at = f"(event {events[-1].seq} of {name})"
     failed, settled = _failed(events, "push"), _last(events, ev.SendSettled)
@@ -248,12 +254,33 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, name: str) -> str:
         return f"{engine} pushed, and the push of rank {failed.rank} ended {how} (event {failed.seq} of {name})"
     if settled is not None:
         return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {name})"
+    lost = _lost(log)
     if ev.SendStarted not in kinds:
-        asked = "was not asked for it, as far as its log goes"
+        if ev.SendExpired in kinds:
+            if lost:
+                return f"{engine} let it expire {at}, and whether it was asked for is not known: {lost} of its log"
+            return f"{engine} was not asked for it, as far as its log goes, and let it expire {at}"
+        if lost:
+            return _last_known(engine, events[-1], log)
         if ev.SendReady not in kinds:
             return f"{engine} has not computed it yet {at}"
-        return f"{engine} {asked}, and let it expire {at}" if ev.SendExpired in kinds else f"{engine} {asked} {at}"
-    return f"{engine} began to push and did not end, as far as its log goes {at}"
+        return f"{engine} was not asked for it, as far as its log goes {at}"
+    return f"{engine} began to push and did not end, as far as its log goes{f', where {lost}' if lost else ''} {at}"
+
+
+def _lost(log: _Log) -> str:
+    """Return that events of the scheduler are lost in a log, so that what is not in it may have been; empty if none."""
+    gap = next((gap for gap in log.result.trail.gaps if gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
+    if gap is None:
+        return ""
+    return f"{words.lost(gap.dropped)} of {gap.origin} {'is' if gap.dropped == 1 else 'are'} lost at event {gap.seq}"
+
+
+def _last_known(engine: str, last: ev.AnyEvent, log: _Log) -> str:
+    """Return the last event that a log with a gap has of a transfer; empty if it has no gap."""
+    lost = _lost(log)
+    at = f"(event {last.seq} of {log.name})"
+    return f"the last that is known of {engine}: {words.describe(last)} {at}, and {lost} of its log" if lost else ""
 
 
 def _failed(events: Iterable[ev.AnyEvent], op: str) -> ev.TransferFinished | None:

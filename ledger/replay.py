@@ -241,16 +241,24 @@ def until(
 ) -> Iterator[ev.AnyEvent]:
     """Yield the events up to and with a place or a wall-clock time.
 
-    The scheduler's events are in the order of its clock. Evidence comes in a little late and by other clocks, so what
-    is later than the time is left out until the scheduler itself is past it.
+    Nothing is left out in between, as what is missing there would look like something that went wrong. The scheduler's
+    clock says how far: all is yielded up to its last event within the time, evidence by clocks that are ahead included,
+    and what follows that event up to the first one that is later.
     """
+    held: list[ev.AnyEvent] = []
     for event in events:
         if last_seq is not None and event.seq > last_seq:
             return
-        if last_ts_ns is None or event.ts_ns <= last_ts_ns:
+        in_time = last_ts_ns is None or event.ts_ns <= last_ts_ns
+        if event.source == ev.SCHEDULER:
+            if not in_time:
+                return
+            yield from held
+            held.clear()
+        if held or not in_time:
+            held.append(event)
+        else:
             yield event
-        elif event.source == ev.SCHEDULER:
-            return
 
 
 def _telling(tail: list[ev.AnyEvent]) -> tuple[ev.AnyEvent, ...]:

@@ -187,7 +187,7 @@ class RuleVerdict(Verdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each rule that was broken, led by the first time."""
         for alike in self.rules.values():
-            yield self.finding(alike.broken, end)
+            yield self.finding(alike, end)
 
     def advise(self, first: Broken, end: End) -> str:
         """Return what to do next."""
@@ -197,8 +197,9 @@ class RuleVerdict(Verdict):
         """Return who may suffer from it."""
         return ()
 
-    def finding(self, group: list[Broken], end: End) -> Finding:
-        """Return the finding for one rule; `group` are the first times that it was broken."""
+    def finding(self, alike: Alike, end: End) -> Finding:
+        """Return the finding for one rule."""
+        group, number = alike.broken, alike.number
         first = group[0]
         certain: Certainty = "undecidable" if first.blind else "proven"
         shown = [*first.before, *(broken.event for broken in group[:6])]
@@ -206,7 +207,6 @@ class RuleVerdict(Verdict):
         noticed = isinstance(first.event, ev.InvariantViolated)
         said = "" if noticed else f" (event {first.event.seq}: {words.describe(first.event)})"
         who = f" of rank {first.rank}" if first.is_report and first.rank >= 0 else ""
-        number = self.rules[first.rule].number
         times = f" ({number:,} times in all)" if number > 1 else ""
         return Finding(
             kind=self.kinds[0],

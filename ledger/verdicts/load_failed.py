@@ -4,10 +4,11 @@ The engine dealt with them, by recomputing or by ending the request; they are to
 or a request, and because what they have in common names the cause:
 
     load_failed             a transfer from a prefill engine; or always the same ranks, and these have never loaded
-                            anything: the lookup does not ask for the keys of all ranks. Or any other code, e.g.
-                            LEASE_EXPIRED: the transfer outlasted the lease
+                            anything: the lookup does not ask for the keys of all ranks (not concluded where events of
+                            the scheduler are lost). Or any other code, e.g. LEASE_EXPIRED: the transfer outlasted the
+                            lease
     evicted_before_load     the lookup had a hit, and the load did not find the key, longer than the lease later
-    lost_store              this log saw the key stored, and the store lost it within its lease
+    lost_store              this log saw the key stored before the lookup, and the store lost it within its lease
 
 The last two are never more than suspected: what the store did is not in a log of the engine. One finding for each code.
 """
@@ -23,7 +24,7 @@ from ledger import events as ev
 from ledger.blocks import expand, from_ranges
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._waits import with_events
+from ledger.verdicts._waits import lost_answers, with_events
 
 STORE_LEASE_S = 5.0
 """Mooncake's default lease: what a lookup has found stays for so long."""
@@ -64,7 +65,7 @@ class _Failed(msgspec.Struct):
         ranks: the ranks on which it failed.
         looked_up: the lookup that promised the hit.
         calls: its calls on all ranks, begun and ended. Evidence comes in late, so some may follow after it has settled.
-        put: the call that had stored a key that is gone, if this log has it.
+        put: the call that had stored a key that is gone before it was looked up, if this log has it.
         by_rank: what each rank answered, in words, for the first few.
     """
 
@@ -167,8 +168,9 @@ class LoadFailed(Verdict):
 
     def _find_put(self, failed: _Failed) -> None:
         gone = failed.gone
-        if gone and failed.put is None:
-            failed.put = next((put for put in self._puts if put.has_stored(gone)), None)
+        if gone and failed.put is None and failed.looked_up is not None:
+            before = failed.looked_up.seq
+            failed.put = next((put for put in self._puts if put.finished.seq < before and put.has_stored(gone)), None)
 
     def on_load_planned(self, event: ev.LoadPlanned) -> None:
         """Remember the lookup that promised it: under the policy `fail` the request ends before its load settles."""
@@ -348,13 +350,14 @@ class LoadFailed(Verdict):
         return counted.became | ({"aborted": aborted} if aborted else {})
 
     def _same_ranks(self, first: _Failed, counted: _Counted) -> bool:
-        """Return whether it is always the same ranks, some but not all, and these never load."""
+        """Return whether it is always the same ranks, some but not all, and these never load: no answer is lost."""
         ranks = counted.always
         return (
             counted.number > 1
             and bool(ranks)
             and set(ranks) < set(first.all_ranks)
             and self._loaded_ranks.isdisjoint(ranks)
+            and not lost_answers(self.trail)
         )
 
     def _transfers(self, code: str, stage: str, failed: list[ev.RecvFailed]) -> Finding:
@@ -387,14 +390,17 @@ class LoadFailed(Verdict):
         first = failed[0]
         if first.looked_up is None or first.call is None:
             return "load_failed", "", "", ""
-        # By the scheduler's clock alone, so this is the latest moment at which the call can have begun.
-        after_ns = max(first.failure.mono_ns - first.call.duration_ns - first.looked_up.mono_ns, 0)
-        after = f"{words.span(after_ns)} after the lookup had a hit"
-        if after_ns >= STORE_LEASE_S * 1e9:
+        # By the scheduler's clock, the latest moment at which the call can have begun: it may have heard of it late. By
+        # the wall clocks, when it began, if nobody has set them.
+        latest_ns = max(first.failure.mono_ns - first.call.duration_ns - first.looked_up.mono_ns, 0)
+        told_ns = first.call.ts_ns - first.call.duration_ns - first.looked_up.ts_ns
+        after = f"at most {words.span(latest_ns)} after the lookup had a hit"
+        if min(latest_ns, told_ns) >= STORE_LEASE_S * 1e9:
             lease = f"Mooncake's default lease of {STORE_LEASE_S:g} s"
+            about = f"about {words.span(min(latest_ns, told_ns))} after the lookup had a hit"
             return (
                 "evicted_before_load",
-                f"the store: a key was not found {after}, when {lease} had run out",
+                f"the store: a key was not found {about}, when {lease} had run out",
                 "Load sooner after the lookup, raise the lease, or give the store more room.",
                 "the store's evictions are not in this log; the log of its master would decide",
             )

@@ -1,19 +1,41 @@
 """`over_report`: a rank reported more than it owes: twice, for a job that is over, or without being asked.
 
 A count of answers reaches zero too early by such a report, and the blocks are freed while another rank still reads
-them. The books name ranks instead of counting, so they notice. When an older job of the same request waits for a report
-of that rank, and none comes, it is a `stale_completion` instead.
+them. The books name ranks instead of counting, so they notice. When the rank had finished an older job of the same
+request, and no report of that one comes, it is a `stale_completion` instead. Where it is not known whether the rank had
+finished it, this is not proven.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
+
+import msgspec
 
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End, Trail
+from ledger.verdicts import Finding
 from ledger.verdicts._ends import DOWN, is_down
-from ledger.verdicts._rules import Alike, Broken, RuleVerdict, kind_of_rule
-from ledger.verdicts._stale import owed_by_an_older_job
+from ledger.verdicts._rules import Alike, Broken, RuleVerdict
+from ledger.verdicts._stale import RULES, Reading, any_owed, older_jobs, whose
+
+KEPT_OPEN = 1000
+"""Jobs and ranks of which a report may be that of an older job. Further reports are judged as those of the last one."""
+
+
+class _Open(msgspec.Struct):
+    """Reports of a rank for a job of which it is not known yet whose they were.
+
+    Attributes:
+        report: the first of them.
+        older: the older jobs that waited for a report of that rank then.
+        rules: the rules that they broke.
+    """
+
+    report: ev.RankCompleted
+    older: tuple[int, ...]
+    rules: dict[str, Alike] = {}
 
 
 class OverReport(RuleVerdict):
@@ -28,8 +50,7 @@ class OverReport(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._owed: dict[tuple[int, int], dict[str, Alike]] = {}
-        """Reports that may be those of an older job, by that job and the rank."""
+        self._open: dict[tuple[int, int], _Open] = {}
 
     def advise(self, first: Broken, end: End) -> str:
         """Return what to do next."""
@@ -37,17 +58,46 @@ class OverReport(RuleVerdict):
         held = f" {safe}" if first.blocks else ""
         return f"{self.advice.format(words.clock(first.event.ts_ns) + ' UTC')}{held}"
 
-    def on_rank_completed(self, event: ev.RankCompleted) -> None:
-        """Take the reports that were not those of an older job: it has got its own."""
-        if self._owed:
-            for rule, alike in self._owed.pop((event.job, event.rank), {}).items():
-                self.rules.setdefault(rule, Alike()).add(alike)
-
     def refused(self, event: ev.Event, refusal: Refused) -> None:
-        """Take what the book refused; what an older job is owed waits until that one gets its report."""
-        owed = owed_by_an_older_job(self.trail, event) if isinstance(event, ev.RankCompleted) else None
-        if owed is None:
+        """Take what the book refused; what may be the report of an older job waits until it is known whose it was."""
+        older = older_jobs(self.trail, event) if isinstance(event, ev.RankCompleted) and refusal.rule in RULES else ()
+        if not isinstance(event, ev.RankCompleted) or not older:
             super().refused(event, refusal)
-        elif isinstance(event, ev.RankCompleted) and kind_of_rule(refusal.rule, is_report=True) in self.kinds:
-            waiting = self._owed.setdefault((owed.job, event.rank), {})
-            self.take(event, refusal.rule, refusal.detail, is_report=True, into=waiting)
+            return
+        work = event.job, event.rank
+        known = self._open.get(work)
+        if known is None or not any_owed(self.trail, known.older, event.rank):
+            self._settle()
+            if len(self._open) < KEPT_OPEN:
+                self._open[work] = _Open(event, older)
+            else:
+                work = next(reversed(self._open))
+        self.take(event, refusal.rule, refusal.detail, is_report=True, into=self._open[work].rules)
+
+    def findings(self, end: End) -> Iterable[Finding]:
+        """Return one finding for each rule, and one for each reason why it is not known whose reports they were."""
+        rules = {rule: Alike(alike.broken, alike.number) for rule, alike in self.rules.items()}
+        doubtful: dict[tuple[str, Reading], Alike] = {}
+        for opened in self._open.values():
+            reading = whose(self.trail, end, opened.report, opened.older)
+            if reading.owed is not None:
+                continue
+            for rule, alike in opened.rules.items():
+                if reading.doubt:
+                    doubtful.setdefault((rule, reading), Alike()).add(alike)
+                else:
+                    rules.setdefault(rule, Alike()).add(alike)
+        for alike in rules.values():
+            yield self.finding(alike, end)
+        for (_, reading), alike in doubtful.items():
+            found = self.finding(alike, end)
+            if not found.doubt:
+                found = msgspec.structs.replace(found, certainty=reading.certainty, doubt=reading.doubt)
+            yield found
+
+    def _settle(self) -> None:
+        """Take the reports that were not those of older jobs: each of these has got its own."""
+        for work, opened in list(self._open.items()):
+            if not any_owed(self.trail, opened.older, work[1]):
+                for rule, alike in self._open.pop(work).rules.items():
+                    self.rules.setdefault(rule, Alike()).add(alike)

@@ -8,17 +8,61 @@ A put that fails without a report holds blocks and is a `leak`.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
+
+import msgspec
 
 from ledger import events as ev
 from ledger import words
 from ledger.trail import Chain, End, Trail
-from ledger.verdicts import Certainty, Finding, listed
+from ledger.verdicts import Finding, listed
 from ledger.verdicts._ends import is_hard
 from ledger.verdicts._rules import RuleVerdict
-from ledger.verdicts._waits import REPORT_NS, REPORT_STEPS, Wait, certainty, ended_request, waits
+from ledger.verdicts._waits import REPORT_NS, REPORT_STEPS, Wait, certainty, ended_request, likewise, waits
 
 KEPT_FAILURES = 200
+"""Loads of one rank and code whose failure was swallowed that are kept; further ones are only counted."""
+
+KEPT_SETTLED = 256
+"""Loads that settled last and went well, as they say: evidence that speaks against it may come in later. More are kept
+while evidence of them is on its way."""
+
+
+class _Swallowed(msgspec.Struct, frozen=True):
+    """A load that a rank said went well although its last call for it failed.
+
+    Attributes:
+        chain: the events of the load, late evidence included.
+        doubt: why a later call may have made the failure good; empty if none can.
+    """
+
+    answer: ev.RankLoaded
+    call: ev.TransferFinished
+    settled: ev.LoadSettled
+    chain: Chain
+    doubt: str
+
+    @property
+    def request(self) -> str:
+        """Whose load it was."""
+        planned = self.chain[0]
+        return planned.request if isinstance(planned, ev.LoadPlanned) else self.call.request
+
+
+class _Alike(msgspec.Struct):
+    """Loads of one rank and code, all of them in doubt or none.
+
+    Attributes:
+        kept: the first ones.
+        number: how many in all.
+    """
+
+    kept: list[_Swallowed] = []
+    number: int = 0
+
+
+Sort: TypeAlias = tuple[int, str, bool]
+"""A rank, a code, and whether there is a doubt."""
 
 
 class UnreportedFailure(RuleVerdict):
@@ -32,58 +76,76 @@ class UnreportedFailure(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._doubtful: dict[int, tuple[Chain, ev.LoadSettled]] = {}
+        self._settled: dict[int, tuple[Chain, ev.LoadSettled]] = {}
+        self._swallowed: dict[Sort, _Alike] = {}
         self._ignored: dict[str, ev.ReportIgnored] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
-        """Keep a load that went well although a call for it failed: what made that good may come in later."""
-        if event.outcome != "loaded" or len(self._doubtful) >= KEPT_FAILURES:
-            return
+        """Keep a load that went well: what shows that it did not, or made that good, may come in later."""
         chain = self.trail.loads[event.load]
-        if _swallowed(chain):
-            self._doubtful[event.load] = ([*chain], event)
+        if event.outcome != "loaded" or not chain:
+            return
+        self._settled[event.load] = chain, event
+        while len(self._settled) > KEPT_SETTLED:
+            load, (chain, settled) = next(iter(self._settled.items()))
+            if event.step - settled.step < REPORT_STEPS or event.mono_ns - settled.mono_ns < REPORT_NS:
+                break
+            del self._settled[load]
+            self._take(self._swallowed, chain, settled)
 
     def _came_late(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
-        """Take evidence of a load that has settled: a later call may have made the failure good."""
-        known = self._doubtful.get(event.load)
+        """Take evidence of a load that has settled."""
+        known = self._settled.get(event.load)
         if known is not None:
             known[0].append(event)
-            if not _swallowed(known[0]):
-                del self._doubtful[event.load]
 
     on_transfer_started = on_transfer_finished = _came_late
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the failures that were hidden, and those that were met with silence."""
         yield from super().findings(end)
-        for chain, settled in self._doubtful.values():
-            if _is_told(settled, end):
-                for answer, call in _swallowed(chain):
-                    if call is not None:
-                        yield self._answered_well(chain, answer, call, settled)
+        swallowed = {sort: _Alike([*alike.kept], alike.number) for sort, alike in self._swallowed.items()}
+        for chain, settled in self._settled.values():
+            if _is_told(self.trail, end, chain, settled):
+                self._take(swallowed, chain, settled)
+        for alike in swallowed.values():
+            yield self._answered_well(alike)
         for wait in waits(self.trail, end):
             if wait.what in ("load", "recv") and wait.overdue and not wait.failed:
                 yield from self._silent(wait, end)
 
-    def _answered_well(
-        self, chain: Chain, answer: ev.RankLoaded, call: ev.TransferFinished, settled: ev.LoadSettled
-    ) -> Finding:
-        planned = chain[0]
-        request = planned.request if isinstance(planned, ev.LoadPlanned) else call.request
-        blocks = planned.blocks if isinstance(planned, ev.LoadPlanned) else ()
-        shown = sorted((planned, call, answer, settled), key=lambda event: event.seq)
+    def _take(self, into: dict[Sort, _Alike], chain: Chain, settled: ev.LoadSettled) -> None:
+        """Take the answers for a load that hid a failure."""
+        for answer, call in _hidden(chain):
+            doubt = self._doubt(chain[0], answer.rank)
+            alike = into.setdefault((answer.rank, _code(call)[0], bool(doubt)), _Alike())
+            alike.number += 1
+            if len(alike.kept) < KEPT_FAILURES:
+                alike.kept.append(_Swallowed(answer, call, settled, chain, doubt))
+
+    @staticmethod
+    def _answered_well(alike: _Alike) -> Finding:
+        first = alike.kept[0]
+        answer, call, doubt = first.answer, first.call, first.doubt
+        planned = first.chain[0]
+        blocks = [each.chain[0].blocks for each in alike.kept if isinstance(each.chain[0], ev.LoadPlanned)]
+        requests = tuple(dict.fromkeys(each.request for each in alike.kept))
+        shown = sorted((planned, call, answer, first.settled), key=lambda event: event.seq)
         why = words.failure(*_code(call), call.exception)
-        certain, doubt = self._certainty(planned, answer.rank)
+        more = likewise(alike.number - 1, "load")
+        whose, they = (f"the answer of request {first.request} is", "it")
+        if len(requests) > 1:
+            whose, they = ("the answers of these requests are", "they")
         return Finding(
             kind="unreported_failure",
-            certainty=certain,
+            certainty="undecidable" if doubt else "proven",
             title=(
-                f"rank {answer.rank} answered that load {answer.load} of request {request} went well, although its "
-                f"last get{' in this log' if doubt else ''} ended {call.outcome}{': ' + why if why else ''}"
+                f"rank {answer.rank} answered that load {answer.load} of request {first.request} went well, although "
+                f"its last get{' in this log' if doubt else ''} ended {call.outcome}{': ' + why if why else ''}{more}"
             ),
             since_seq=call.seq,
-            requests=(request,),
-            blocks=listed(blocks),
+            requests=requests,
+            blocks=listed(tuple(part for each in blocks for part in each)),
             ranks=(answer.rank,),
             code=_code(call)[0] or None,
             culprit=f"the worker of rank {answer.rank}, which said that all was loaded (event {answer.seq})",
@@ -97,24 +159,24 @@ class UnreportedFailure(RuleVerdict):
             lead_seq=call.seq,
             doubt=doubt,
             chain=tuple(shown),
-            loads=(answer.load,),
+            loads=tuple(dict.fromkeys(each.answer.load for each in alike.kept)),
             impact=(
-                f"the answer of request {request} is unreliable: it went on with KV that did not arrive"
+                f"{whose} unreliable: {they} went on with KV that did not arrive"
                 if not doubt
-                else f"if KV did not arrive, the answer of request {request} is unreliable",
+                else f"if KV did not arrive, {whose} unreliable",
             ),
         )
 
-    def _certainty(self, planned: ev.Event, rank: int) -> tuple[Certainty, str]:
-        """Return how certain it is that the last get of a rank in this log is its last one, and why it may not be."""
+    def _doubt(self, planned: ev.Event, rank: int) -> str:
+        """Return why the last get of a rank in this log may not be its last one; empty if it is."""
         for gap in self.trail.gaps:
             if gap.seq > planned.seq and gap.origin in (f"rank {rank}", "workers"):
-                return "undecidable", (
+                return (
                     f"{words.lost(gap.dropped)} of {gap.origin} {'is' if gap.dropped == 1 else 'are'} lost at event "
                     f"{gap.seq} ({gap.reason}), and a later get that went well may be among them; the log of that "
                     "worker would decide"
                 )
-        return "proven", ""
+        return ""
 
     def _until(self, wait: Wait) -> str:
         """Return up to where there is no report: what came after the end of the request was ignored."""
@@ -185,12 +247,12 @@ class UnreportedFailure(RuleVerdict):
         )
 
 
-def _swallowed(chain: Chain) -> list[tuple[ev.RankLoaded, ev.TransferFinished | None]]:
-    """Return the answers `loaded` of ranks of which no call is known to have ended well after one that failed.
+def _hidden(chain: Chain) -> Iterable[tuple[ev.RankLoaded, ev.TransferFinished]]:
+    """Yield the answers `loaded` of ranks whose last call had failed, with that call.
 
-    With each stands the rank's last call, which failed; None while a later call of it has not returned.
+    A rank with a call that has not returned is left out. The steps say what was before the answer: the clocks of two
+    hosts do not.
     """
-    found: list[tuple[ev.RankLoaded, ev.TransferFinished | None]] = []
     for answer in chain:
         if not isinstance(answer, ev.RankLoaded) or answer.outcome != "loaded":
             continue
@@ -202,16 +264,19 @@ def _swallowed(chain: Chain) -> list[tuple[ev.RankLoaded, ev.TransferFinished | 
             elif isinstance(call, ev.TransferFinished) and call.rank == answer.rank:
                 is_open.pop(call.transfer, None)
                 last = call
-        if last is not None and last.outcome != "ok" and last.ts_ns <= answer.ts_ns:
-            found.append((answer, None if is_open else last))
-    return found
+        if last is not None and last.outcome != "ok" and last.step <= answer.step and not is_open:
+            yield answer, last
 
 
-def _is_told(settled: ev.LoadSettled, end: End) -> bool:
+def _is_told(trail: Trail, end: End, chain: Chain, settled: ev.LoadSettled) -> bool:
     """Return whether all evidence from before a load has settled would have come in when the log ends."""
     if end.how == "closed" and not is_hard(end):
         return True
-    return end.step - settled.step >= REPORT_STEPS and end.now_mono_ns - settled.mono_ns >= REPORT_NS
+    last_ns = settled.mono_ns
+    if chain[-1].seq > settled.seq:  # it comes in late, so more may
+        heard_ns = trail.times.at(chain[-1].seq)
+        last_ns = end.now_mono_ns if heard_ns is None else heard_ns
+    return end.step - settled.step >= REPORT_STEPS and end.now_mono_ns - last_ns >= REPORT_NS
 
 
 def _code(call: ev.TransferFinished) -> tuple[str, str]:

@@ -211,19 +211,55 @@ def test_until_a_place_includes_that_place():
     assert [event.seq for event in until(events, last_seq=7)] == list(range(1, 8))
 
 
-def test_until_a_time_leaves_out_evidence_that_came_in_early_by_its_clock():
+def test_until_a_time_takes_all_that_stands_before_the_last_event_of_the_scheduler_within_it():
     log = Script()
     log.runs("R")
     log.saves(0, "R", blocks=(1, 4))
-    with log.rank(0):
-        log.passes(10)
-        log.transfer_started(transfer="0-1", rank=0, op="put", job=0)
-        log.passes(-10)
+    log.puts(0)
     log.reports(0)
-    limit = log.events[-1].ts_ns
+    log.finishes("R")
+    events = [
+        msgspec.structs.replace(event, ts_ns=event.ts_ns + 10**10 * (event.source == "rank 0")) for event in log.events
+    ]
+    for last in events:
+        if last.source == ev.SCHEDULER:
+            assert list(until(events, last_ts_ns=last.ts_ns))[: last.seq] == events[: last.seq]
+
+
+def test_until_a_time_ends_with_the_first_evidence_that_is_later_if_the_scheduler_says_nothing_more_within_it():
+    log = Script(ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(1, 4))
+    calls = [log.put_begins(0, rank) for rank in (0, 1)]
+    limit = log.passes(1).events[-1].ts_ns
+    for call in calls:
+        log.ends(call)
+    log.reports(0)
     taken = list(until(log.events, last_ts_ns=limit))
-    assert [ev.kind_of(event) for event in taken[-3:]] == ["rank_completed", "job_settled", "blocks_freed"]
-    assert not any(isinstance(event, ev.TransferStarted) for event in taken)
+    assert taken == log.events[: log.events.index(taken[-1]) + 1]
+    assert isinstance(taken[-1], ev.TransferStarted)
+
+
+@pytest.mark.parametrize("ahead_s", [3, -3])
+def test_no_moment_of_a_healthy_log_has_a_finding_where_the_clock_of_a_worker_is_wrong(ahead_s: int):
+    log = Script(ranks=2, policy="recompute")
+    log.arrives("Q")
+    log.loads(0, "Q", blocks=(11, 18))
+    log.gets(0, 1)
+    log.ends(log.get_begins(0, keys=["k"]), "failed", code="TRANSFER_FAILED", raw="-800")
+    log.passes(3.2, steps=30)
+    log.gets(0)
+    log.answers(0, 0)
+    log.answers(0, 1)
+    for _ in range(12):
+        log.passes(0.5, steps=10).checks()
+    log.finishes("Q")
+    events = [
+        msgspec.structs.replace(event, ts_ns=event.ts_ns + ahead_s * 10**9 * (event.source == "rank 0"))
+        for event in log.closes().events
+    ]
+    for moment in events:
+        assert replay(until(events, last_ts_ns=moment.ts_ns), "as_of").findings == []
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from ledger import cli
 from ledger import events as ev
 from ledger.join import join
 from ledger.replay import Result, replay
+from ledger.state import State
 from tests.incidents.corpus import INCIDENTS
 from tests.incidents.script import Script
 
@@ -76,6 +77,74 @@ def test_a_side_that_knows_nothing_of_a_transfer_is_told():
     logs = BY_ID["S11"].logs()
     (_, leak), *_ = joined(logs["prefill"], logs["decode"]).findings
     assert "the decode engine decode knows nothing of transfer x1" in leak.culprit
+
+
+def without(events: list[ev.AnyEvent], *kinds: type[ev.Event]) -> list[ev.AnyEvent]:
+    """The same log, which has lost all events of some kinds: the book of the next checkpoint has them."""
+    which = [event for event in events if isinstance(event, kinds)]
+    last, state = which[-1], State()
+    for event in events[: last.seq]:
+        state.apply(event)
+    about = {"ts_ns": last.ts_ns, "mono_ns": last.mono_ns, "source": ev.SCHEDULER, "step": last.step}
+    gap = ev.Gap(0, **about, origin=ev.SCHEDULER, dropped=len(which), reason="the queue was full")
+    book = msgspec.Raw(state.encode())
+    sums = {"open_jobs": 0, "pinned_blocks": state.pinned_blocks(), "waiting_loads": 0}
+    checkpoint = ev.Checkpoint(0, **about, digest=state.digest(), **sums, book=book)
+    told = [*events[: last.seq], gap, checkpoint, *events[last.seq :]]
+    kept = [event for event in told if event not in which]
+    return [msgspec.structs.replace(event, seq=seq) for seq, event in enumerate(kept, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (
+            (ev.SendReady,),
+            "prefill let it expire (event 9 of 0.db), and whether it was asked for is not known: 1",
+        ),
+        (
+            (ev.SendRegistered, ev.SendReady, ev.RankSent, ev.SendExpired),
+            "what the prefill engine prefill did with transfer x1 is not known (no event in 0.db, but 4 events of",
+        ),
+        (
+            (ev.SendReady, ev.RankSent, ev.SendExpired),
+            "the last that is known of the prefill engine prefill: request P-R will be sent as x1",
+        ),
+    ],
+    ids=["its beginning", "all", "its end"],
+)
+def test_what_a_log_with_a_gap_does_not_have_is_not_said_to_have_not_been(kinds: tuple[type[ev.Event], ...], said: str):
+    logs = BY_ID["S4"].logs()
+    events = without(logs["prefill"], *kinds)
+    told = [finding.culprit for log, finding in joined(events, logs["decode"]).findings if log == 1]
+    assert told
+    assert all(said in culprit for culprit in told)
+    assert not any(claim in culprit for culprit in told for claim in ("not computed", "knows nothing", "was not asked"))
+
+
+def test_a_log_that_has_lost_on_which_side_of_a_transfer_it_was_calls_no_other_engine_the_decode_engine():
+    logs = BY_ID["S4"].logs()
+    decode = without(logs["decode"], ev.RecvRegistered, ev.PeersNamed, ev.PeerSettled, ev.RecvFailed, ev.RecvSettled)
+    prefill = without(logs["prefill"], ev.SendRegistered, ev.SendReady, ev.RankSent, ev.SendExpired)
+    told = [finding.culprit for log, finding in joined(prefill, decode).findings if log == 1]
+    assert told
+    assert not any("decode engine prefill" in culprit for culprit in told)
+
+
+def test_a_decode_engine_whose_log_has_a_gap_is_not_said_to_wait_still():
+    prefill, decode = good_transfer()
+    prefill = Script("prefill")
+    prefill.runs("P-R")
+    prefill.sends("x1", "P-R")
+    prefill.holds("x1", "P-R", blocks=(5, 12), timeout_s=1)
+    prefill.passes(100, steps=100)
+    prefill.rank_sent(transfer="x1", request="P-R", rank=0, outcome="expired")
+    prefill.send_expired(transfer="x1", request="P-R", expired_ranks=((0, 0),))
+    events = without(decode.events, ev.PeerSettled, ev.RecvSettled)
+    ((_, leak), *_) = joined(prefill.closes().events, events).findings
+    assert leak.kind == "leak"
+    assert "still waits" not in leak.culprit
+    assert "are lost at event" in leak.culprit
 
 
 def test_a_push_that_failed_on_the_other_side_is_the_culprit():

@@ -1,11 +1,15 @@
 """What the verdicts claim and what they do not: certainty, what is in flight, what a gap hides, who is blamed."""
 
+import contextlib
+
 import msgspec
 import pytest
 
 from ledger import events as ev
+from ledger.errors import Refused
 from ledger.incidents import grouped
 from ledger.replay import Replay, Result, replay
+from ledger.state import State
 from ledger.trail import KEPT_OVER
 from ledger.verdicts import Finding, poison
 from ledger.verdicts.poison import Poison
@@ -1064,6 +1068,148 @@ def test_a_report_too_many_is_that_of_an_older_job_once_the_own_report_of_that_o
     assert (finding.kind, finding.certainty, finding.jobs) == ("stale_completion", "suspected", (0, 1))
     assert "before the own report of job 0 would have come" in finding.doubt
     assert kinds(replay(late.events, "live"))[0] == "stale_completion proven"
+
+
+def told_of(events: list[ev.AnyEvent]) -> list[str]:
+    """The findings about reports, of the log with its events in the order given; the log ends torn."""
+    placed = [msgspec.structs.replace(event, seq=seq) for seq, event in enumerate(events, 1)]
+    found = [each for each in replay(placed).findings if each.kind in ("over_report", "stale_completion")]
+    return [f"{each.kind} {each.certainty}" for each in found]
+
+
+def of_worker(events: list[ev.AnyEvent]) -> list[ev.AnyEvent]:
+    return [event for event in events if event.source != ev.SCHEDULER]
+
+
+def lost(events: list[ev.AnyEvent], which: list[ev.AnyEvent], origin: str) -> list[ev.AnyEvent]:
+    """Events without those that are lost, and the gap in the place of the first of them."""
+    place = events.index(which[0])
+    before = events[max(place - 1, 0)]
+    gap = ev.Gap(
+        0, before.ts_ns, before.mono_ns, ev.SCHEDULER, before.step, origin=origin, dropped=len(which), reason="full"
+    )
+    return [*events[:place], gap, *(event for event in events[place:] if event not in which)]
+
+
+def test_evidence_that_comes_after_a_report_too_many_tells_whose_it_was_all_the_same():
+    events = reported_twice(own=False).events
+    late = of_worker(events)
+    second = [event for event in events if isinstance(event, ev.RankCompleted)][1]
+    place = events.index(second) + 1
+    moved = [*(event for event in events[:place] if event not in late), *late, *events[place:]]
+    assert told_of(events) == told_of(moved) == ["stale_completion proven"]
+    for length in range(place - len(late), place):
+        assert all(told.endswith("suspected") for told in told_of(moved[:length]))
+
+
+@pytest.mark.parametrize("origin", ["rank 0", "workers"])
+def test_where_evidence_of_the_rank_is_lost_nobody_knows_whose_the_report_was(origin: str):
+    log = reported_twice(own=False)
+    assert told_of(lost(log.events, of_worker(log.events), origin)) == ["over_report undecidable"]
+    assert told_of(lost(log.events, of_worker(log.events)[2:], origin)) == ["stale_completion undecidable"]
+
+
+def test_where_no_evidence_is_recorded_nobody_knows_whose_the_report_was():
+    log = reported_twice(own=False)
+    opened = msgspec.structs.replace(log.events[0], settings={"evidence": "False"})
+    events = [opened, *(event for event in log.events[1:] if event.source == ev.SCHEDULER)]
+    assert told_of(events) == ["over_report undecidable"]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_an_own_report_that_is_lost_is_shown_by_the_book_that_follows_only(restored: bool):
+    log = reported_twice(own=True)
+    place = next(place for place, each in enumerate(log.events) if isinstance(each, ev.RankCompleted) and each.job == 0)
+    which = [each for each in log.events[place:] if getattr(each, "job", -1) == 0]
+    events = lost(log.events, which, ev.SCHEDULER)
+    if restored:
+        state = State()
+        for event in log.events[: place + len(which)]:
+            with contextlib.suppress(Refused):
+                state.apply(event)
+        checkpoint = Script(opens=False).checkpoint(
+            digest=state.digest(), open_jobs=0, pinned_blocks=0, waiting_loads=0, book=msgspec.Raw(state.encode())
+        )
+        events.insert(place + 1, msgspec.structs.replace(checkpoint, mono_ns=events[place].mono_ns))
+    assert told_of(events) == ["over_report proven" if restored else "stale_completion undecidable"]
+
+
+def test_a_report_is_not_that_of_an_older_job_that_the_rank_had_not_finished():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(30, 37))
+    log.saves(1, "R", blocks=(40, 47))
+    log.puts(0, keys="ab")
+    log.puts(1, keys="cd")
+    for _ in range(2):
+        log.steps()
+        log.rank_completed(job=1, rank=0)
+    second = log.put_begins(0, keys="ef")
+    log.passes(5, steps=100)
+    log.arrives("Z")
+    assert told_of(log.events) == ["over_report proven"]
+    log.ends(second)
+    log.passes(5, steps=100)
+    log.finishes("Z")
+    assert told_of(log.events) == ["over_report proven"]
+    log.reports(0)
+    assert told_of(log.events) == ["over_report proven"]
+
+
+def test_reports_of_which_nobody_knows_whose_they_were_are_one_finding():
+    log = Script(settings={"evidence": "False"})
+    log.runs("R")
+    log.saves(0, "R", blocks=(30, 37))
+    for job in range(1, 50):
+        log.saves(job, "R", blocks=(40, 47))
+        log.reports(job)
+        log.rank_completed(job=job, rank=0)
+    log.passes(5, steps=100)
+    log.finishes("R")
+    (finding,) = (each for each in replay(log.events).findings if each.kind == "over_report")
+    assert (finding.certainty, len(finding.jobs)) == ("undecidable", 49)
+    assert "what rank 0 did is not recorded" in finding.doubt
+
+
+def test_a_book_that_has_no_older_job_any_more_ends_the_suspicion_that_a_report_was_its():
+    log = Script()
+    log.runs("R")
+    log.saves(0, "R", blocks=(30, 37))
+    log.saves(1, "R", blocks=(40, 47))
+    log.puts(0)
+    log.steps()
+    log.rank_completed(job=1, rank=0)
+    state = State()
+    for event in [*log.events, ev.RankCompleted(0, 0, 0, ev.SCHEDULER, 0, job=0, rank=0)]:
+        state.apply(event)
+    state.apply(ev.JobSettled(0, 0, 0, ev.SCHEDULER, 0, job=0))
+    state.apply(ev.BlocksFreed(0, 0, 0, ev.SCHEDULER, 0, job=0, blocks=((0, ((30, 37),)),)))
+    log.gap(origin=ev.SCHEDULER, dropped=3, reason="the queue was full")
+    log.checkpoint(
+        digest=state.digest(), open_jobs=1, pinned_blocks=8, waiting_loads=0, book=msgspec.Raw(state.encode())
+    )
+    log.steps()
+    log.puts(1)
+    log.passes(5, steps=100)
+    log.finishes("R")
+    assert told_of(log.events) == []
+
+
+def test_a_report_for_a_job_that_does_not_ask_the_rank_is_not_said_to_have_come_twice():
+    log = Script(ranks=2)
+    log.runs("R")
+    log.saves(0, "R", blocks=(5, 12))
+    log.saves(1, "R", blocks=(13, 20), ranks=1)
+    log.puts(0, 1)
+    log.puts(0, 0)
+    log.reports(0, 0)
+    log.steps()
+    log.rank_completed(job=1, rank=1)
+    log.passes(5, steps=100)
+    log.finishes("R")
+    (finding, *_) = replay(log.events).findings
+    assert (finding.kind, finding.certainty, finding.jobs) == ("stale_completion", "proven", (0, 1))
+    assert finding.title.endswith("rank 1 reported job 1, which expects nothing of it")
 
 
 def test_a_failed_call_that_was_tried_again_and_went_well_is_no_finding():
