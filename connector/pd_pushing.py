@@ -2,7 +2,7 @@
 
     hook (upstream calls it)     when                                       what it adds
     ---------------------------  -----------------------------------------  -----------------------------------------
-    _mooncake_sender_listener    the worker starts                          nothing; it can be ended
+    _mooncake_sender_listener    the worker starts                          nothing; it is ended after the last push
     record_send_reqs             requests run, are ready, or are withdrawn  remembers which request is which send
     send_kv_to_decode            a decode worker asks                       drops what nobody will ever prefill
     _build_transfer_params       blocks of ready requests are to be pushed  PushReport; undoes upstream's count when
@@ -17,7 +17,6 @@ which runs on its threads. This file may know vLLM's worker.
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -45,8 +44,20 @@ from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger")
 
+LAST_PUSHES_S = 1.5
+"""How long a worker's end waits for pushes that run. vLLM gives all of its end 5 s, and Mooncake's takes some of them.
+
+A push that takes longer is left alone, with the socket: the end of the process ends both.
+"""
+
+ENDING = "The prefill worker ends."
+"""What a decode is told that asks, or waits for its turn, while the worker ends."""
+
 SENT_BEFORE = "The transfer was over before this request could be served."
 """What a decode is told that asks for a transfer beside another request and comes too late."""
+
+NOT_BEGUN = -1
+"""What upstream is told of a push that is not begun."""
 
 RAISED = -1
 """What upstream is told of a call to the transfer engine that raised: it answers the decode for codes only."""
@@ -94,18 +105,37 @@ class PushingWorker(MooncakeConnectorWorker):
         self._over: set[str] = set()
         """Requests that upstream counts as sent, and whose blocks are still being pushed once more."""
         self._listener: asyncio.Task[Any] | None = None
+        self._ending = False
+        """No push is begun any more."""
+        self._pushed: list[SendBlockMeta] = []
+        """Upstream's counts of pushes of all questions, those that are under way among them."""
 
-    def stop_pushing(self) -> None:
-        """End the listener, so that no socket is open when upstream closes its context, which waits for all of them."""
+    def stop_pushing(self) -> bool:
+        """Begin no push any more, wait for those that run, end the listener, and return whether it has ended.
+
+        A decode takes an address at which nobody listens for a process that is gone and writes no more, so the socket
+        stays open while a push runs. Upstream closes its context only when no socket is open: it would wait for ever.
+        """
         if self.is_kv_consumer or self._listener is None or not self.sender_loop.is_running():
-            return
-        ended = asyncio.run_coroutine_threadsafe(self._cancel_listener(self._listener), self.sender_loop)
-        with contextlib.suppress(TimeoutError):
-            ended.result(timeout=2.0)
+            return True
+        ended = asyncio.run_coroutine_threadsafe(self._end_listener(self._listener), self.sender_loop)
+        try:
+            return ended.result(timeout=LAST_PUSHES_S + 0.5)
+        except TimeoutError:
+            ended.cancel()
+            return False
 
-    async def _cancel_listener(self, listener: asyncio.Task[Any]) -> None:
+    async def _end_listener(self, listener: asyncio.Task[Any]) -> bool:
+        self._ending = True
+        deadline = self.sender_loop.time() + LAST_PUSHES_S
+        # Upstream counts a push down and answers its decode in one go, so what is counted down is answered.
+        while any(send_meta.sending > 0 for send_meta in self._pushed):
+            if self.sender_loop.time() > deadline:
+                return False
+            await asyncio.sleep(0.01)
         listener.cancel()
         await asyncio.gather(listener, return_exceptions=True)
+        return True
 
     async def _mooncake_sender_listener(self, ready_event: threading.Event) -> None:
         self._listener = asyncio.current_task()
@@ -157,7 +187,13 @@ class PushingWorker(MooncakeConnectorWorker):
         this question up, and a further request asks for it since, the id is there again, and what it finds under the
         question is the old send, whose blocks vLLM has given away.
         """
-        over = [d_req_id for d_req_id, send in ready_reqs if self.reqs_need_send.get(send.transfer_id) is not send]
+        self._pushed = [meta for meta in self._pushed if meta.sending > 0] + [meta for _, meta in ready_reqs]
+        why = ENDING if self._ending else SENT_BEFORE
+        over = [
+            d_req_id
+            for d_req_id, send in ready_reqs
+            if self._ending or self.reqs_need_send.get(send.transfer_id) is not send
+        ]
         asked, ready_reqs = ready_reqs, [each for each in ready_reqs if each[0] not in over]
         peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"
         address = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
@@ -184,11 +220,14 @@ class PushingWorker(MooncakeConnectorWorker):
         batch = _Batch(src_ptrs)
         batch.sends = list(sends.values())
         batch.peer = peer
-        return batch, dst_ptrs, lengths, [*err_reqs, *over], err_msg or (SENT_BEFORE if over else None)
+        return batch, dst_ptrs, lengths, [*err_reqs, *over], err_msg or (why if over else None)
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
         sends = src_ptrs.sends if isinstance(src_ptrs, _Batch) else []
         peer = src_ptrs.peer if isinstance(src_ptrs, _Batch) else ""
+        if self._ending:  # it has waited for a thread
+            self._failed(sends, failures.of_line(ENDING), peer)
+            return NOT_BEGUN
         # One call moves the blocks of several sends; how many bytes are whose, it does not say.
         total_bytes = sum(lengths) if len(sends) == 1 else 0
         for push, send_meta in sends:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
+from connector import pd_pushing
 from connector.pd_connector import device_zero_without_accelerator
-from connector.pd_pushing import SENT_BEFORE
-from connector.pd_reports import PeerReport, PushReport, SentReport
+from connector.pd_pushing import ENDING, NOT_BEGUN, SENT_BEFORE
+from connector.pd_reports import LostReport, PeerReport, PushReport, SentReport
 from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status, pulls
 
 BLOCKS = [[3, 4, 5]]
@@ -330,6 +332,92 @@ def test_the_worker_ends_while_a_decode_waits(prefill: Prefill, asker: Asker) ->
     prefill.close()
     assert not prefill.worker.sender_loop.is_running()
     assert isinstance(prefill.worker.sender_loop, asyncio.AbstractEventLoop)
+
+
+class Slow:
+    """The real engine over a slow network: a push begins, and goes on until it may end."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.began = threading.Event()
+        self.may_end = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def batch_transfer_sync_write(self, *args: Any) -> int:
+        self.began.set()
+        self.may_end.wait(PATIENCE_S)
+        return self._real.batch_transfer_sync_write(*args)
+
+
+@pytest.fixture
+def slow(world: contextlib.ExitStack, prefill: Prefill) -> Slow:
+    made = Slow(prefill.worker.engine)
+    prefill.worker.engine = made
+    world.callback(made.may_end.set)
+    return made
+
+
+def test_a_worker_that_ends_pushes_to_the_end_and_answers_before_it_stops_listening(
+    prefill: Prefill, decode: Decode, slow: Slow
+) -> None:
+    (layer,) = prefill.caches
+    prefill.caches[layer][3:6] = 1.0
+    prefill.send({"p-r": []})
+    decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
+    prefill.send({"p-r": BLOCKS})
+    prefill.until(slow.began.is_set, "the push")
+    threading.Timer(0.5, slow.may_end.set).start()
+    prefill.close()
+    assert not prefill.worker.sender_loop.is_running()
+    decode.until(lambda: decode.finished)
+    assert decode.invalid == set()
+    assert (decode.caches[layer][7:10] == 1.0).all()
+
+
+def test_a_worker_that_has_no_time_for_its_last_push_listens_until_its_process_ends(
+    prefill: Prefill, decode: Decode, asker: Asker, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pushing, "LAST_PUSHES_S", 0.1)
+    (layer,) = prefill.caches
+    prefill.caches[layer][3:6] = 1.0
+    prefill.send({"p-r": []})
+    decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
+    prefill.send({"p-r": BLOCKS})
+    prefill.until(slow.began.is_set, "the push")
+    prefill.close()
+    asker.ask({"r": [[7, 8, 9]]})
+    refused = asker.answer()
+    assert (refused.ok_reqs, refused.err_reqs, refused.err_msg) == (None, ["r"], ENDING)
+    deadline = time.monotonic() + 1.0  # longer than it takes to find that nobody listens
+    while time.monotonic() < deadline:
+        decode.step()
+        time.sleep(0.01)
+    assert (decode.finished, decode.of(PeerReport), decode.of(LostReport)) == ([], [], [])
+    slow.may_end.set()
+    decode.until(lambda: decode.finished)
+    assert decode.invalid == set()
+    assert (decode.caches[layer][7:10] == 1.0).all()
+    asyncio.run_coroutine_threadsafe(
+        prefill.worker._end_listener(prefill.worker._listener), prefill.worker.sender_loop
+    ).result()
+
+
+def test_a_push_that_waits_for_a_thread_when_the_worker_ends_is_not_begun(
+    world: contextlib.ExitStack, prefill: Prefill, slow: Slow
+) -> None:
+    askers = [Asker(prefill) for _ in range(3)]  # and two threads push
+    for asker in askers:
+        world.callback(asker.close)
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    for asker in askers:
+        asker.ask({"r": [[7, 8, 9]]})
+    prefill.until(lambda: sum(meta.sending for meta in prefill.worker._pushed) >= 3, "the questions")
+    threading.Timer(0.5, slow.may_end.set).start()
+    prefill.close()
+    assert sorted(asker.answer().err_msg for asker in askers)[-1:] == [f"Mooncake transfer engine returned {NOT_BEGUN}"]
 
 
 def test_one_worker_may_be_both_sides(world: contextlib.ExitStack) -> None:
