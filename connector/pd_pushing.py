@@ -4,7 +4,8 @@
     ---------------------------  -----------------------------------------  -----------------------------------------
     _mooncake_sender_listener    the worker starts                          nothing; it is ended after the last push
     record_send_reqs             requests run, are ready, or are withdrawn  remembers which request is which send
-    send_kv_to_decode            a decode worker asks                       drops what nobody will ever prefill
+    send_kv_to_decode            a decode worker's question has its turn    refuses one that is too old; drops what
+                                                                            nobody will ever prefill
     _build_transfer_params       blocks of ready requests are to be pushed  PushReport; undoes upstream's count when
                                                                             this raises
     _send_blocks                 the transfer engine is called              transfer_started, transfer_finished
@@ -20,14 +21,17 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeConnectorMetadata,
     MooncakeConnectorWorker,
     MooncakeXferMetadata,
+    MooncakeXferResponse,
+    MooncakeXferResponseStatus,
     SendBlockMeta,
     TransferRegion,
 )
@@ -35,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from connector import pd_failures as failures
 from connector.failures import FailureLog
 from connector.pd_desk import Desk, Evidence
-from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport
+from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport, hold_timeout_s
 from connector.requests import without_null
 from ledger import events as ev
 from ledger.blocks import Blocks
@@ -52,6 +56,9 @@ A push that takes longer is left alone, with the socket: the end of the process 
 
 ENDING = "The prefill worker ends."
 """What a decode is told that asks, or waits for its turn, while the worker ends."""
+
+TOO_LATE = "Timeout waiting for P side ready."
+"""What a decode is told whose time is over, in upstream's words. It has given its blocks away, or will in a minute."""
 
 SENT_BEFORE = "The transfer was over before this request could be served."
 """What a decode is told that asks for a transfer beside another request and comes too late."""
@@ -80,9 +87,45 @@ class Push:
         return self.meta is not None and self.meta.sending > 0
 
 
+class _Question:
+    """What a decode worker asks.
+
+    Attributes:
+        since_s: when its time began, on the loop's clock: when it came, and again whenever a part of it is answered.
+    """
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether the decode may give its blocks away, and so no push may begin."""
+        return now_s - self.since_s > hold_timeout_s()
+
+
+_QUESTION: ContextVar[_Question | None] = ContextVar("kvledger_question", default=None)
+"""Which question the running task serves. Upstream's functions do not pass it on."""
+
+
+class _Questions(asyncio.Queue[tuple[bytes, bytes]]):
+    """Upstream's queue of questions, which notes when each came: upstream counts from when it has its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._questions: deque[_Question] = deque()
+
+    def _put(self, item: tuple[bytes, bytes]) -> None:
+        self._questions.append(_Question(asyncio.get_running_loop().time()))
+        super()._put(item)
+
+    def _get(self) -> tuple[bytes, bytes]:
+        _QUESTION.set(self._questions.popleft())
+        return super()._get()
+
+
 class _Batch(list[int]):
     """Source addresses of one call to the transfer engine, with the sends that they are of."""
 
+    question: _Question | None
     sends: list[tuple[Push, SendBlockMeta]]
     peer: str
 
@@ -105,6 +148,8 @@ class PushingWorker(MooncakeConnectorWorker):
         self._over: set[str] = set()
         """Requests that upstream counts as sent, and whose blocks are still being pushed once more."""
         self._listener: asyncio.Task[Any] | None = None
+        if not self.is_kv_consumer:
+            self.sender_worker_queue = _Questions()
         self._ending = False
         """No push is begun any more."""
         self._pushed: list[SendBlockMeta] = []
@@ -156,7 +201,14 @@ class PushingWorker(MooncakeConnectorWorker):
         await super().record_send_reqs(metadata)
 
     async def send_kv_to_decode(self, identity: bytes, sock: Any, meta: MooncakeXferMetadata) -> None:
-        """Serve a decode worker with upstream."""
+        """Serve a decode worker with upstream, unless its time is over."""
+        question = _QUESTION.get()
+        if question is not None and question.is_over(self.sender_loop.time()):
+            response = MooncakeXferResponse(
+                status=MooncakeXferResponseStatus.FINISH, err_reqs=list(meta.req_blocks), err_msg=TOO_LATE
+            )
+            await sock.send_multipart((identity, self._encoder.encode(response)))
+            return
         transfers = [transfer for transfer, _ in meta.req_blocks.values()]
         self._asked.update(transfers)
         try:
@@ -188,12 +240,16 @@ class PushingWorker(MooncakeConnectorWorker):
         question is the old send, whose blocks vLLM has given away.
         """
         self._pushed = [meta for meta in self._pushed if meta.sending > 0] + [meta for _, meta in ready_reqs]
-        why = ENDING if self._ending else SENT_BEFORE
+        question = _QUESTION.get()
+        refusal = self._refusal(question)
+        why = refusal or SENT_BEFORE
         over = [
             d_req_id
             for d_req_id, send in ready_reqs
-            if self._ending or self.reqs_need_send.get(send.transfer_id) is not send
+            if refusal or self.reqs_need_send.get(send.transfer_id) is not send
         ]
+        if question is not None and ready_reqs:
+            question.since_s = self.sender_loop.time()
         asked, ready_reqs = ready_reqs, [each for each in ready_reqs if each[0] not in over]
         peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"
         address = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
@@ -220,13 +276,16 @@ class PushingWorker(MooncakeConnectorWorker):
         batch = _Batch(src_ptrs)
         batch.sends = list(sends.values())
         batch.peer = peer
+        batch.question = question
         return batch, dst_ptrs, lengths, [*err_reqs, *over], err_msg or (why if over else None)
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
         sends = src_ptrs.sends if isinstance(src_ptrs, _Batch) else []
         peer = src_ptrs.peer if isinstance(src_ptrs, _Batch) else ""
-        if self._ending:  # it has waited for a thread
-            self._failed(sends, failures.of_line(ENDING), peer)
+        question = src_ptrs.question if isinstance(src_ptrs, _Batch) else None
+        refusal = self._refusal(question)
+        if refusal:  # it has waited for a thread
+            self._failed(sends, failures.of_line(refusal), peer)
             return NOT_BEGUN
         # One call moves the blocks of several sends; how many bytes are whose, it does not say.
         total_bytes = sum(lengths) if len(sends) == 1 else 0
@@ -257,7 +316,15 @@ class PushingWorker(MooncakeConnectorWorker):
             )
         if failure.code:
             self._failed(sends, failure, peer)
+        if question is not None:
+            question.since_s = self.sender_loop.time()
         return result
+
+    def _refusal(self, question: _Question | None) -> str:
+        """Return why no push may begin for a question, in words for the decode; nothing if one may."""
+        if self._ending:
+            return ENDING
+        return TOO_LATE if question is not None and question.is_over(self.sender_loop.time()) else ""
 
     def _emit(self, kind: type[ev.TransferStarted | ev.TransferFinished], push: Push, peer: str, **fields: Any) -> None:
         self.evidence.emit(kind, op="push", peer=peer, **self._ids(push), **fields)
