@@ -68,6 +68,8 @@ class Asking:
         self.socket: Any = None
         self.watch: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.on_asked: Callable[[], None] = lambda: None
+        """Called when a question is given to the socket: upstream may ask a peer once more."""
 
     def open_pulls(self) -> list[Pull]:
         """Return the pulls that this peer has not settled."""
@@ -128,6 +130,7 @@ def note_asked() -> None:
     asking = ASKING.get()
     if asking is not None:
         asking.asked = True
+        asking.on_asked()
 
 
 class WatchedContext(zmq.asyncio.Context):

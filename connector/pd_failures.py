@@ -1,7 +1,8 @@
 """What a failed P/D transfer is called: from exceptions, from what a prefill worker answers, and from what it left out.
 
 A prefill worker of vLLM says why it failed in a line of English and no number. The lines that vLLM 0.32 and 0.33
-write are listed here; a line that is not has no meaning to us, and stays as it is beside `UNKNOWN`. Pure functions.
+write are listed here, and ours; a line that is not has no meaning to us, and stays as it is beside `UNKNOWN`. Pure
+functions.
 """
 
 from connector.pd_reports import Failure
@@ -14,6 +15,7 @@ RAW_LENGTH = 160
 
 PEER_LINES: tuple[tuple[str, KVCacheErrorCode, Stage], ...] = (
     ("Timeout waiting for P side ready", _C.PEER_NOT_READY, Stage.SEND),
+    ("The prefill worker ends", _C.PEER_NOT_READY, Stage.SEND),
     ("Mooncake transfer engine returned", _C.TRANSFER_FAILED, Stage.SEND),
     ("P num blocks less than D", _C.BLOCK_NOT_FOUND, Stage.SEND),
     ("KV group count mismatch", _C.VERSION_MISMATCH, Stage.REGISTRATION),

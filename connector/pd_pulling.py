@@ -17,9 +17,11 @@ only then is vLLM told that the request has received. The first failure fails th
 say.
 
 When may a peer write no more? When it has answered; when its process is gone, which shows in that nobody listens at
-its address any more; or when the time is over that it gives itself, and the transfer engine after it. A connection
-that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when it is
-ready. The same holds for an answer that cannot be read, and for any other exception after the peer was asked.
+its address any more; or when the time is over that it gives itself, and the transfer engine after it. That time begins
+when the peer gets the question, so here it begins when the connection is there: ZeroMQ keeps a question until then. A
+connection that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when
+it is ready. The same holds for a connection that does not come about, for an answer that cannot be read, and for any
+other exception after the peer was asked. The socket is closed then, and takes back a question that it still holds.
 
 All of this runs on upstream's receiver loop; only the desk is shared with the worker's thread. This file may know
 vLLM's worker, ZeroMQ and asyncio.
@@ -258,6 +260,7 @@ class PullingWorker(MooncakeConnectorWorker):
         ASKING.set(asking)
         with self._counted() as asking.task:
             self._restart_timer(asking)
+            asking.on_asked = lambda: self._restart_timer(asking)
             try:
                 await self._ask_upstream(asking, pull_metas)
                 if self._closing:
@@ -273,6 +276,9 @@ class PullingWorker(MooncakeConnectorWorker):
         try:
             # A copy: upstream 0.33 takes out what is settled, and other peers are asked for the same pulls.
             await super().receive_kv_from_single_worker(asking.address, dict(pull_metas))
+        except asyncio.CancelledError:
+            if asking.lost is None:
+                raise  # and else it is the socket that was closed, not this task that is to end
         except Exception as error:
             logger.exception("kvledger: asking %s of %s raised", asking.name, asking.engine)
             self._raised(asking, error)
@@ -285,9 +291,9 @@ class PullingWorker(MooncakeConnectorWorker):
     def _raised(self, asking: Asking, error: BaseException) -> None:
         """Settle a peer over an exception if that means that it will not write, and else note that it is lost."""
         failure = failures.of_exception(error, Stage.RECV)
-        if asking.asked and not isinstance(error, zmq.Again):
-            # We have failed to hear it out, which does not keep it from writing. With `Again` its time is over.
-            asking.lost = failure
+        if asking.asked:
+            # We have failed to hear it out, which does not keep it from writing.
+            asking.lost = asking.lost or failure
         else:
             self._settle_rest(asking, failure)
 
@@ -473,9 +479,13 @@ class PullingWorker(MooncakeConnectorWorker):
             failure = await self._connection_lost(asking, monitor)
         except zmq.ZMQError:
             return  # the worker ends
-        # From here on the peer is looked for at its address. Its socket may go on trying to connect for minutes.
+        asking.lost = asking.lost or failure
         unwatch(socket, monitor)
-        await self._without_answer(asking, failure)
+        # Left open, it would connect again and deliver the question then. It also ends upstream's wait for an answer,
+        # which no peer could give any more: it answers a connection. From here on it is looked for at its address.
+        socket.close(linger=0)
+        if not asking.connected:
+            self._restart_timer(asking)  # it may have been delivered in this very moment
 
     async def _connection_lost(self, asking: Asking, monitor: "zmq.asyncio.Socket") -> Failure:
         deadline = self.receiver_loop.time() + envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT
@@ -488,6 +498,7 @@ class PullingWorker(MooncakeConnectorWorker):
                 return failures.NO_CONNECTION
             if message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
                 asking.connected = True
+                self._restart_timer(asking)
             elif asking.connected or await self._is_gone(asking):
                 await asyncio.sleep(ANSWER_GRACE_S)
                 return failures.BROKEN
@@ -501,8 +512,6 @@ class PullingWorker(MooncakeConnectorWorker):
         while asking.open_pulls():
             if await self._is_gone(asking):
                 self._settle_rest(asking, failures.GONE)
-                if asking.task is not None and asking.task is not asyncio.current_task():
-                    asking.task.cancel()
                 return
             for pull in asking.open_pulls():
                 if not pull.failed:

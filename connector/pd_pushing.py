@@ -2,9 +2,10 @@
 
     hook (upstream calls it)     when                                       what it adds
     ---------------------------  -----------------------------------------  -----------------------------------------
-    _mooncake_sender_listener    the worker starts                          nothing; it can be ended
+    _mooncake_sender_listener    the worker starts                          nothing; it is ended after the last push
     record_send_reqs             requests run, are ready, or are withdrawn  remembers which request is which send
-    send_kv_to_decode            a decode worker asks                       drops what nobody will ever prefill
+    send_kv_to_decode            a decode worker's question has its turn    refuses one that is too old; drops what
+                                                                            nobody will ever prefill
     _build_transfer_params       blocks of ready requests are to be pushed  PushReport; undoes upstream's count when
                                                                             this raises
     _send_blocks                 the transfer engine is called              transfer_started, transfer_finished
@@ -17,18 +18,20 @@ which runs on its threads. This file may know vLLM's worker.
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeConnectorMetadata,
     MooncakeConnectorWorker,
     MooncakeXferMetadata,
+    MooncakeXferResponse,
+    MooncakeXferResponseStatus,
     SendBlockMeta,
     TransferRegion,
 )
@@ -36,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from connector import pd_failures as failures
 from connector.failures import FailureLog
 from connector.pd_desk import Desk, Evidence
-from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport
+from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport, hold_timeout_s
 from connector.requests import without_null
 from ledger import events as ev
 from ledger.blocks import Blocks
@@ -45,8 +48,23 @@ from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger")
 
+LAST_PUSHES_S = 1.5
+"""How long a worker's end waits for pushes that run. vLLM gives all of its end 5 s, and Mooncake's takes some of them.
+
+A push that takes longer is left alone, with the socket: the end of the process ends both.
+"""
+
+ENDING = "The prefill worker ends."
+"""What a decode is told that asks, or waits for its turn, while the worker ends."""
+
+TOO_LATE = "Timeout waiting for P side ready."
+"""What a decode is told whose time is over, in upstream's words. It has given its blocks away, or will in a minute."""
+
 SENT_BEFORE = "The transfer was over before this request could be served."
 """What a decode is told that asks for a transfer beside another request and comes too late."""
+
+NOT_BEGUN = -1
+"""What upstream is told of a push that is not begun."""
 
 RAISED = -1
 """What upstream is told of a call to the transfer engine that raised: it answers the decode for codes only."""
@@ -69,9 +87,45 @@ class Push:
         return self.meta is not None and self.meta.sending > 0
 
 
+class _Question:
+    """What a decode worker asks.
+
+    Attributes:
+        since_s: when its time began, on the loop's clock: when it came, and again whenever a part of it is answered.
+    """
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether the decode may give its blocks away, and so no push may begin."""
+        return now_s - self.since_s > hold_timeout_s()
+
+
+_QUESTION: ContextVar[_Question | None] = ContextVar("kvledger_question", default=None)
+"""Which question the running task serves. Upstream's functions do not pass it on."""
+
+
+class _Questions(asyncio.Queue[tuple[bytes, bytes]]):
+    """Upstream's queue of questions, which notes when each came: upstream counts from when it has its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._questions: deque[_Question] = deque()
+
+    def _put(self, item: tuple[bytes, bytes]) -> None:
+        self._questions.append(_Question(asyncio.get_running_loop().time()))
+        super()._put(item)
+
+    def _get(self) -> tuple[bytes, bytes]:
+        _QUESTION.set(self._questions.popleft())
+        return super()._get()
+
+
 class _Batch(list[int]):
     """Source addresses of one call to the transfer engine, with the sends that they are of."""
 
+    question: _Question | None
     sends: list[tuple[Push, SendBlockMeta]]
     peer: str
 
@@ -94,18 +148,39 @@ class PushingWorker(MooncakeConnectorWorker):
         self._over: set[str] = set()
         """Requests that upstream counts as sent, and whose blocks are still being pushed once more."""
         self._listener: asyncio.Task[Any] | None = None
+        if not self.is_kv_consumer:
+            self.sender_worker_queue = _Questions()
+        self._ending = False
+        """No push is begun any more."""
+        self._pushed: list[SendBlockMeta] = []
+        """Upstream's counts of pushes of all questions, those that are under way among them."""
 
-    def stop_pushing(self) -> None:
-        """End the listener, so that no socket is open when upstream closes its context, which waits for all of them."""
+    def stop_pushing(self) -> bool:
+        """Begin no push any more, wait for those that run, end the listener, and return whether it has ended.
+
+        A decode takes an address at which nobody listens for a process that is gone and writes no more, so the socket
+        stays open while a push runs. Upstream closes its context only when no socket is open: it would wait for ever.
+        """
         if self.is_kv_consumer or self._listener is None or not self.sender_loop.is_running():
-            return
-        ended = asyncio.run_coroutine_threadsafe(self._cancel_listener(self._listener), self.sender_loop)
-        with contextlib.suppress(TimeoutError):
-            ended.result(timeout=2.0)
+            return True
+        ended = asyncio.run_coroutine_threadsafe(self._end_listener(self._listener), self.sender_loop)
+        try:
+            return ended.result(timeout=LAST_PUSHES_S + 0.5)
+        except TimeoutError:
+            ended.cancel()
+            return False
 
-    async def _cancel_listener(self, listener: asyncio.Task[Any]) -> None:
+    async def _end_listener(self, listener: asyncio.Task[Any]) -> bool:
+        self._ending = True
+        deadline = self.sender_loop.time() + LAST_PUSHES_S
+        # Upstream counts a push down and answers its decode in one go, so what is counted down is answered.
+        while any(send_meta.sending > 0 for send_meta in self._pushed):
+            if self.sender_loop.time() > deadline:
+                return False
+            await asyncio.sleep(0.01)
         listener.cancel()
         await asyncio.gather(listener, return_exceptions=True)
+        return True
 
     async def _mooncake_sender_listener(self, ready_event: threading.Event) -> None:
         self._listener = asyncio.current_task()
@@ -128,7 +203,14 @@ class PushingWorker(MooncakeConnectorWorker):
         await super().record_send_reqs(metadata)
 
     async def send_kv_to_decode(self, identity: bytes, sock: Any, meta: MooncakeXferMetadata) -> None:
-        """Serve a decode worker with upstream."""
+        """Serve a decode worker with upstream, unless its time is over."""
+        question = _QUESTION.get()
+        if question is not None and question.is_over(self.sender_loop.time()):
+            response = MooncakeXferResponse(
+                status=MooncakeXferResponseStatus.FINISH, err_reqs=list(meta.req_blocks), err_msg=TOO_LATE
+            )
+            await sock.send_multipart((identity, self._encoder.encode(response)))
+            return
         transfers = [transfer for transfer, _ in meta.req_blocks.values()]
         self._asked.update(transfers)
         try:
@@ -159,7 +241,17 @@ class PushingWorker(MooncakeConnectorWorker):
         this question up, and a further request asks for it since, the id is there again, and what it finds under the
         question is the old send, whose blocks vLLM has given away.
         """
-        over = [d_req_id for d_req_id, send in ready_reqs if self.reqs_need_send.get(send.transfer_id) is not send]
+        self._pushed = [meta for meta in self._pushed if meta.sending > 0] + [meta for _, meta in ready_reqs]
+        question = _QUESTION.get()
+        refusal = self._refusal(question)
+        why = refusal or SENT_BEFORE
+        over = [
+            d_req_id
+            for d_req_id, send in ready_reqs
+            if refusal or self.reqs_need_send.get(send.transfer_id) is not send
+        ]
+        if question is not None and ready_reqs:
+            question.since_s = self.sender_loop.time()
         asked, ready_reqs = ready_reqs, [each for each in ready_reqs if each[0] not in over]
         peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"
         address = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
@@ -186,11 +278,17 @@ class PushingWorker(MooncakeConnectorWorker):
         batch = _Batch(src_ptrs)
         batch.sends = list(sends.values())
         batch.peer = peer
-        return batch, dst_ptrs, lengths, [*err_reqs, *over], err_msg or (SENT_BEFORE if over else None)
+        batch.question = question
+        return batch, dst_ptrs, lengths, [*err_reqs, *over], err_msg or (why if over else None)
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
         sends = src_ptrs.sends if isinstance(src_ptrs, _Batch) else []
         peer = src_ptrs.peer if isinstance(src_ptrs, _Batch) else ""
+        question = src_ptrs.question if isinstance(src_ptrs, _Batch) else None
+        refusal = self._refusal(question)
+        if refusal:  # it has waited for a thread
+            self._failed(sends, failures.of_line(refusal), peer)
+            return NOT_BEGUN
         # One call moves the blocks of several sends; how many bytes are whose, it does not say.
         total_bytes = sum(lengths) if len(sends) == 1 else 0
         for push, send_meta in sends:
@@ -220,7 +318,15 @@ class PushingWorker(MooncakeConnectorWorker):
             )
         if failure.code:
             self._failed(sends, failure, peer)
+        if question is not None:
+            question.since_s = self.sender_loop.time()
         return result
+
+    def _refusal(self, question: _Question | None) -> str:
+        """Return why no push may begin for a question, in words for the decode; nothing if one may."""
+        if self._ending:
+            return ENDING
+        return TOO_LATE if question is not None and question.is_over(self.sender_loop.time()) else ""
 
     def _emit(self, kind: type[ev.TransferStarted | ev.TransferFinished], push: Push, peer: str, **fields: Any) -> None:
         self.evidence.emit(kind, op="push", peer=peer, **self._ids(push), **fields)

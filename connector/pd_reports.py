@@ -127,14 +127,23 @@ def bootstrap_timeout_s() -> float:
 def answer_timeout_s() -> float:
     """Return how long a peer may take to answer, in seconds.
 
-    The prefill gives up after its own timeout, upstream's socket a minute later, so that a push that began in the last
-    moment is over by then. The watchdog comes last: it is for what those two have missed.
+    The prefill begins no push after its own timeout, upstream's socket gives up a minute later, so that a push that
+    began in the last moment is over by then. The watchdog comes last. It counts from when the peer can have the
+    question, as the prefill does, and no other time means that a peer writes no more.
     """
     return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + 60.0 + 5.0
 
 
+def connect_timeout_s() -> float:
+    """Return how long a connection to a peer may take to come about, in seconds, with the last look for the peer."""
+    return envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT + 5.0
+
+
 def hold_timeout_s() -> float:
-    """Return how long a prefill's workers hold blocks for a decode engine that does not ask, in seconds."""
+    """Return how long a prefill's workers hold blocks for a decode engine that does not ask, in seconds.
+
+    As long may a question wait there for its blocks.
+    """
     return float(envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)
 
 

@@ -58,6 +58,7 @@ from connector.pd_reports import (
     answer_timeout_s,
     attach_step,
     bootstrap_timeout_s,
+    connect_timeout_s,
     hold_timeout_s,
 )
 from connector.requests import GroupIds, RequestObserver, generation_of, without_null
@@ -260,7 +261,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             prefill=prefill,
             bootstrap=str(params.get("remote_bootstrap_addr", "")),
             peers=tuple(sorted({peer for peers in known.values() for peer in peers})),
-            timeout_ns=int((bootstrap_timeout_s() + answer_timeout_s()) * 1e9),
+            timeout_ns=int((bootstrap_timeout_s() + connect_timeout_s() + answer_timeout_s()) * 1e9),
         )
         return registered is not None
 

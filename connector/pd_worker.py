@@ -7,13 +7,14 @@
     get_block_ids_with_load_errors      every step       the blocks that may not be trusted, from the desk
     build_connector_worker_meta         every step       the reports of this rank
     get_kv_connector_stats              every step       failures by code and stage
-    shutdown                            the worker ends  ends the pulls and the listener, sends what evidence is left
+    shutdown                            the worker ends  sends what evidence is left, ends the pulls and the listener
 
 The decode side is in `pd_pulling`, the prefill side in `pd_pushing`. Neither keeps books: a rank knows what it is
 doing now, and reports what came of it.
 """
 
 import asyncio
+import logging
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -32,6 +33,8 @@ from connector.pd_pushing import PushingWorker
 from connector.pd_reports import PDWorkerMetadata, attached_step
 from connector.pd_stats import LedgerMooncakeStats
 from ledger.settings import Settings
+
+logger = logging.getLogger("kvledger")
 
 
 class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker):
@@ -109,7 +112,10 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         if getattr(self, "_ended", True):
             return
         self._ended = True
-        self.stop_pulling()
-        self.stop_pushing()
-        super().shutdown()
+        # First, because vLLM soon kills the engine process, whose log is closed when all workers have said goodbye.
         self.evidence.close()
+        self.stop_pulling()
+        if self.stop_pushing():
+            super().shutdown()
+        else:
+            logger.warning("kvledger: rank %d ends while it still pushes; its threads end with the process", self.rank)

@@ -495,9 +495,9 @@ class RecvRegistered(Event, frozen=True, gc=False, omit_defaults=True, tag="recv
         bootstrap: the address at which that engine's workers can be found.
         peers: the prefill's workers that are expected to write, as an earlier transfer from there has shown. Empty when
             this is the first one: `peers_named` follows for each rank, and holds in either case.
-        timeout_ns: after this time, in nanoseconds, the watchdog settles what no peer has settled. A peer that was
-            asked for several requests has its time again with each that it answers for, because the prefill gives it to
-            itself.
+        timeout_ns: after this time, in nanoseconds, the watchdog settles what no peer has settled: the search for the
+            peers, the connection and the answer together. A peer that was asked for several requests has its time again
+            with each that it answers for, because the prefill gives it to itself.
     """
 
     transfer: str

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
+from connector import pd_pushing
 from connector.pd_connector import device_zero_without_accelerator
-from connector.pd_pushing import SENT_BEFORE
-from connector.pd_reports import PeerReport, PushReport, SentReport
+from connector.pd_pushing import ENDING, SENT_BEFORE, TOO_LATE
+from connector.pd_reports import LostReport, PeerReport, PushReport, SentReport
 from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status, pulls
 
 BLOCKS = [[3, 4, 5]]
@@ -342,6 +344,141 @@ def test_the_worker_ends_while_a_decode_waits(prefill: Prefill, asker: Asker) ->
     prefill.close()
     assert not prefill.worker.sender_loop.is_running()
     assert isinstance(prefill.worker.sender_loop, asyncio.AbstractEventLoop)
+
+
+def test_a_question_is_as_old_as_its_arrival_when_its_turn_comes_late(
+    world: contextlib.ExitStack, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "2")
+    askers = [Asker(prefill) for _ in range(5)]  # and four are served at a time
+    for number, asker in enumerate(askers):
+        world.callback(asker.close)
+        if number == 4:
+            prefill.until(lambda: len(prefill.worker.reqs_need_send) == 4, "the first questions' turn")
+            time.sleep(0.5)
+        asker.ask({f"{number}": [[7, 8, 9]]})
+    assert askers[0].answer().err_msg == TOO_LATE
+    prefill.until(lambda: "t-4" in prefill.worker.reqs_need_send, "the last question's turn")
+    time.sleep(1.0)
+    prefill.send({"p-4": []})
+    prefill.send({"p-4": BLOCKS})
+    late = askers[4].answer()
+    assert (late.ok_reqs, late.err_reqs, late.err_msg) == (None, ["4"], TOO_LATE)
+    assert prefill.of(PushReport) == []
+
+
+def test_a_question_whose_time_is_over_before_its_turn_does_not_wait(
+    prefill: Prefill, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pushing, "hold_timeout_s", lambda: -1.0)
+    asker.ask({"r": [[7, 8, 9]]})
+    assert asker.answer().err_msg == TOO_LATE
+    assert not prefill.worker.reqs_need_send
+
+
+class Slow:
+    """The real engine over a slow network: a push begins, and goes on until it may end."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.pushes = 0
+        self.began = threading.Event()
+        self.may_end = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def batch_transfer_sync_write(self, *args: Any) -> int:
+        self.pushes += 1
+        self.began.set()
+        self.may_end.wait(PATIENCE_S)
+        return self._real.batch_transfer_sync_write(*args)
+
+
+@pytest.fixture
+def slow(world: contextlib.ExitStack, prefill: Prefill) -> Slow:
+    made = Slow(prefill.worker.engine)
+    prefill.worker.engine = made
+    world.callback(made.may_end.set)
+    return made
+
+
+def test_a_worker_that_ends_pushes_to_the_end_and_answers_before_it_stops_listening(
+    prefill: Prefill, decode: Decode, slow: Slow
+) -> None:
+    (layer,) = prefill.caches
+    prefill.caches[layer][3:6] = 1.0
+    prefill.send({"p-r": []})
+    decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
+    prefill.send({"p-r": BLOCKS})
+    prefill.until(slow.began.is_set, "the push")
+    threading.Timer(0.5, slow.may_end.set).start()
+    prefill.close()
+    assert not prefill.worker.sender_loop.is_running()
+    decode.until(lambda: decode.finished)
+    assert decode.invalid == set()
+    assert (decode.caches[layer][7:10] == 1.0).all()
+
+
+def test_a_worker_that_has_no_time_for_its_last_push_listens_until_its_process_ends(
+    prefill: Prefill, decode: Decode, asker: Asker, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pd_pushing, "LAST_PUSHES_S", 0.1)
+    (layer,) = prefill.caches
+    prefill.caches[layer][3:6] = 1.0
+    prefill.send({"p-r": []})
+    decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
+    prefill.send({"p-r": BLOCKS})
+    prefill.until(slow.began.is_set, "the push")
+    prefill.close()
+    asker.ask({"r": [[7, 8, 9]]})
+    refused = asker.answer()
+    assert (refused.ok_reqs, refused.err_reqs, refused.err_msg) == (None, ["r"], ENDING)
+    deadline = time.monotonic() + 1.0  # longer than it takes to find that nobody listens
+    while time.monotonic() < deadline:
+        decode.step()
+        time.sleep(0.01)
+    assert (decode.finished, decode.of(PeerReport), decode.of(LostReport)) == ([], [], [])
+    slow.may_end.set()
+    decode.until(lambda: decode.finished)
+    assert decode.invalid == set()
+    assert (decode.caches[layer][7:10] == 1.0).all()
+    asyncio.run_coroutine_threadsafe(
+        prefill.worker._end_listener(prefill.worker._listener), prefill.worker.sender_loop
+    ).result()
+
+
+def test_a_push_that_waits_for_a_thread_when_the_worker_ends_is_not_begun(
+    world: contextlib.ExitStack, prefill: Prefill, slow: Slow
+) -> None:
+    askers = [Asker(prefill) for _ in range(3)]  # and two threads push
+    for asker in askers:
+        world.callback(asker.close)
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    for asker in askers:
+        asker.ask({"r": [[7, 8, 9]]})
+    prefill.until(lambda: sum(meta.sending for meta in prefill.worker._pushed) >= 3, "the questions")
+    threading.Timer(0.5, slow.may_end.set).start()
+    prefill.close()
+    assert all(asker.answer().err_reqs for asker in askers)
+    assert slow.pushes == 2
+
+
+def test_a_push_that_waits_for_a_thread_longer_than_its_decode_does_is_not_begun(
+    world: contextlib.ExitStack, prefill: Prefill, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    askers = [Asker(prefill) for _ in range(3)]  # and two threads push
+    prefill.send({"p-r": []})
+    prefill.send({"p-r": BLOCKS})
+    for asker in askers:
+        world.callback(asker.close)
+        asker.ask({"r": [[7, 8, 9]]})
+    prefill.until(lambda: sum(meta.sending for meta in prefill.worker._pushed) >= 3, "the questions")
+    monkeypatch.setattr(pd_pushing, "hold_timeout_s", lambda: -1.0)
+    slow.may_end.set()
+    assert all(asker.answer().err_reqs for asker in askers)
+    assert slow.pushes == 2
 
 
 def test_one_worker_may_be_both_sides(world: contextlib.ExitStack) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector import pd_failures
+from connector.pd_asking import ASKING
 from connector.pd_reports import NO_FAILURE, LostReport, PDWorkerMetadata, PeerReport
 from ledger.codes import Stage
 from tools.sim.pd import plan as pl
@@ -156,6 +157,19 @@ def _waits_for_ever(world: World) -> None:
         worker._restart_timer = lambda asking: None  # type: ignore[method-assign]
 
 
+def _waits_for_whoever_talks(world: World) -> None:
+    """Give a peer its time again with every answer, also with one that settles nothing."""
+    for worker in world.engines["D"].workers:
+
+        def process(
+            response: Any, metas: Any, worker: Any = worker, process: Any = worker.process_pulling_result
+        ) -> None:
+            process(response, metas)
+            worker._restart_timer(ASKING.get())
+
+        worker.process_pulling_result = process  # type: ignore[method-assign]
+
+
 def _finishes_early(world: World) -> None:
     """Let each rank count a pull as over when it fails; the book must refuse it."""
     for worker in world.engines["D"].workers:
@@ -264,8 +278,16 @@ CANARIES: tuple[Canary, ...] = (
         "no-watchdog",
         "S4",
         "no watchdog settles what no origin reports",
-        frozenset({"late"}),
+        frozenset({"unsettled"}),
         _waits_for_ever,
+        faults=("chatter",),
+    ),
+    Canary(
+        "talker",
+        "S4",
+        "a peer that says nothing of use has its time again",
+        frozenset({"late"}),
+        _waits_for_whoever_talks,
         faults=("chatter",),
     ),
     Canary(

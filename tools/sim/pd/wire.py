@@ -260,6 +260,11 @@ class _Inbox:
             await self._reader
         return self._messages.popleft()
 
+    def close(self) -> None:
+        """Cancel the reader, as `zmq.asyncio` does."""
+        if self._reader is not None and not self._loop.dead:
+            self._reader.cancel()
+
 
 class Monitor:
     """Tells what happens to a socket, as ZeroMQ's monitor does, in its own format."""
@@ -387,6 +392,7 @@ class Dealer:
         if self.closed:
             return
         self.closed = True
+        self._inbox.close()
         self.disable_monitor()
         if self._router is not None:
             self._router.gone(self)
