@@ -121,6 +121,8 @@ class EvidenceSender:
         self._lost = 0
         self._lost_lock = threading.Lock()
         self._stopping = False
+        self._until_s = 0.0
+        """Until when a worker that ends may wait for the engine process, by the monotonic clock."""
         self._goodbye = False
         self._thread = threading.Thread(target=self._run, name="kvledger-evidence", daemon=True)
         self._thread.start()
@@ -143,6 +145,7 @@ class EvidenceSender:
         """
         failure = sys.exc_info()[1]
         self._goodbye = failure is None or isinstance(failure, SystemExit | KeyboardInterrupt)
+        self._until_s = time.monotonic() + timeout_s
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -160,18 +163,22 @@ class EvidenceSender:
                 self._wake.wait()
                 self._wake.clear()
                 while self._queue or self._lost:
-                    if not self._send_batch(socket) and self._stopping:
+                    if not self._send_batch(socket) and self._stopping and time.monotonic() >= self._until_s:
                         return
             if self._goodbye:
                 self._send_batch(socket, goodbye=True)
 
     def _send_batch(self, socket: "zmq.Socket[bytes]", goodbye: bool = False) -> bool:
-        """Send one message; return False, and count its events as lost, if the engine process does not take it."""
+        """Send one message; return False, and count its events as lost, if the engine process does not take it.
+
+        While the worker runs it has to do so soon, since further events wait. At its end nothing comes after.
+        """
         queue = self._queue
         events = tuple([queue.popleft() for _ in range(min(BATCH_EVENTS, len(queue)))])
         with self._lost_lock:
             lost, self._lost = self._lost, 0
-        if socket.poll(SEND_TIMEOUT_MS, zmq.POLLOUT):
+        wait_ms = max(int((self._until_s - time.monotonic()) * 1000), 0) if self._stopping else SEND_TIMEOUT_MS
+        if socket.poll(wait_ms, zmq.POLLOUT):
             batch = EvidenceBatch(self._address.engine, self.origin, lost, events, goodbye)
             socket.send(msgspec.msgpack.encode(batch))
             return True

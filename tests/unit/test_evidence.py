@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from connector.evidence import EvidenceAddress, EvidenceReceiver, EvidenceSender, evidence_address
+from connector.evidence import SEND_TIMEOUT_MS, EvidenceAddress, EvidenceReceiver, EvidenceSender, evidence_address
 from ledger import events as ev
 from ledger.log import Log
 from ledger.settings import parse
@@ -86,6 +86,22 @@ def test_a_worker_may_start_before_the_engine_process_listens(
     worker.close(WAIT_S)
     assert host.gone.wait(WAIT_S)
     assert [event.job for event in host.events() if isinstance(event, ev.TransferStarted)] == [7]
+
+
+def test_a_worker_that_ends_waits_for_the_engine_process_longer_than_one_that_runs(
+    address: EvidenceAddress, sender: Callable[..., EvidenceSender]
+) -> None:
+    worker = sender(address)
+    ends = threading.Thread(target=worker.close, args=(WAIT_S,))
+    worker.emit(transfer(7))
+    ends.start()
+    ends.join(2.5 * SEND_TIMEOUT_MS / 1000)
+    assert ends.is_alive()
+    host = Host(address)
+    host.receiver.start()
+    assert host.gone.wait(WAIT_S)
+    ends.join(WAIT_S)
+    host.events()
 
 
 def test_what_a_full_queue_loses_is_counted_and_becomes_a_gap(
