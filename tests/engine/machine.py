@@ -47,9 +47,18 @@ SHUTDOWN_TIMEOUT_S = 20.0
 
 def free_port() -> int:
     """Return a TCP port that is free on loopback now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(number: int) -> list[int]:
+    """Return different TCP ports that are free on loopback now."""
+    with contextlib.ExitStack() as probes:
+        ports: list[int] = []
+        for _ in range(number):
+            probe = probes.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            ports.append(int(probe.getsockname()[1]))
+        return ports
 
 
 def cpu_environment(folder: Path) -> None:
@@ -76,7 +85,7 @@ def model_folder(folder: Path) -> str:
 @contextlib.contextmanager
 def mooncake_master(folder: Path, *options: str) -> Generator["subprocess.Popen[bytes]"]:
     """Run `mooncake_master` on loopback, point `MOONCAKE_CONFIG_PATH` at it, and yield its process."""
-    rpc, http, metrics = free_port(), free_port(), free_port()
+    rpc, http, metrics = free_ports(3)
     with (folder / "mooncake_master.log").open("ab") as log:
         master = subprocess.Popen(
             [
@@ -107,6 +116,7 @@ def mooncake_master(folder: Path, *options: str) -> Generator["subprocess.Popen[
     os.environ["MOONCAKE_CONFIG_PATH"] = str(config)
     try:
         _wait_until_it_answers(master, http)
+        _wait_until_it_listens(master, metrics)  # the last that it opens: it ends when that port was taken meanwhile
         yield master
     finally:
         master.terminate()
@@ -114,6 +124,20 @@ def mooncake_master(folder: Path, *options: str) -> Generator["subprocess.Popen[
             master.wait(10)
         except subprocess.TimeoutExpired:
             master.kill()
+
+
+def _wait_until_it_listens(master: "subprocess.Popen[bytes]", port: int) -> None:
+    deadline = time.monotonic() + MASTER_START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if master.poll() is not None:
+            raise RuntimeError(f"mooncake_master ended with status {master.returncode}; see mooncake_master.log")
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise RuntimeError("mooncake_master opens no port for its metrics; see mooncake_master.log")
 
 
 def _wait_until_it_answers(master: "subprocess.Popen[bytes]", http_port: int) -> None:
