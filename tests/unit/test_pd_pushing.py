@@ -458,7 +458,10 @@ def test_a_push_that_waits_for_a_thread_when_the_worker_ends_is_not_begun(
     prefill.send({"p-r": BLOCKS})
     for asker in askers:
         asker.ask({"r": [[7, 8, 9]]})
-    prefill.until(lambda: sum(meta.sending for meta in prefill.worker._pushed) >= 3, "the questions")
+    prefill.until(
+        lambda: slow.pushes == 2 and sum(meta.sending for meta in prefill.worker._pushed) >= 3,
+        "two pushes, and one more",
+    )
     threading.Timer(0.5, slow.may_end.set).start()
     prefill.close()
     assert all(asker.answer().err_reqs for asker in askers)
@@ -474,7 +477,10 @@ def test_a_push_that_waits_for_a_thread_longer_than_its_decode_does_is_not_begun
     for asker in askers:
         world.callback(asker.close)
         asker.ask({"r": [[7, 8, 9]]})
-    prefill.until(lambda: sum(meta.sending for meta in prefill.worker._pushed) >= 3, "the questions")
+    prefill.until(
+        lambda: slow.pushes == 2 and sum(meta.sending for meta in prefill.worker._pushed) >= 3,
+        "two pushes, and one more",
+    )
     monkeypatch.setattr(pd_pushing, "hold_timeout_s", lambda: -1.0)
     slow.may_end.set()
     assert all(asker.answer().err_reqs for asker in askers)
