@@ -114,7 +114,8 @@ class TimedRetries:
                 thread = threading.Thread(target=self._run, name="kvledger-load-retries", daemon=True)
                 thread.start()
                 self._thread = thread
-            load.ticket.cancelled = load.ticket.cancelled or self._closed
+            if self._closed:
+                load.ticket.cancelled = True
             heapq.heappush(self._waiting, (0.0 if load.ticket.cancelled else due_s, next(self._order), load))
             self._changed.notify()
 

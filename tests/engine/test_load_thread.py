@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import K
 
 from connector.adopt import adopt
 from connector.failures import FailureLog, LedgerStoreStats
-from connector.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
+from connector.load_thread import LedgerRecvingThread, Loader, RunningLoad, Ticket, TimedRetries, limits_of
 from connector.recording_store import RecordingStore
 from ledger.blocks import expand
 from ledger.settings import parse
@@ -211,6 +211,34 @@ def test_a_load_whose_request_ends_during_its_call_is_not_tried_again():
     desk.load("a", [[5]], ticket=tickets[0])
     (report,) = desk.wait()
     assert (report.outcome, len(store.calls)) == ("failed", 1)
+
+
+class CancelledMeanwhile(Ticket):
+    """Is cancelled by the engine's thread just after a receive thread has looked at it for the first time."""
+
+    reads, value = 0, False
+
+    @property
+    def cancelled(self):
+        was = self.value
+        self.reads += 1
+        self.value = self.value or self.reads == 1
+        return was
+
+    @cancelled.setter
+    def cancelled(self, value):
+        self.value = value
+
+
+def test_a_load_that_is_cancelled_while_it_is_put_back_stays_cancelled():
+    receive_queue = queue.Queue()
+    receive_queue.put(None)  # the item that the load is until it comes back
+    receive_queue.get()
+    retries = TimedRetries(receive_queue)
+    load = RunningLoad("a", "a", CancelledMeanwhile(), None)  # type: ignore[arg-type]
+    retries.put_back(load, retries.now_s() + 1000.0)
+    retries.bring_cancelled()
+    assert receive_queue.get(timeout=PATIENCE_S) is load
 
 
 def test_a_load_whose_request_ended_in_the_queue_is_not_begun():
