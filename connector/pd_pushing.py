@@ -250,7 +250,8 @@ class PushingWorker(MooncakeConnectorWorker):
             for d_req_id, send in ready_reqs
             if refusal or self.reqs_need_send.get(send.transfer_id) is not send
         ]
-        if question is not None and ready_reqs:
+        if question is not None and ready_reqs and not refusal:
+            # The decode begins anew with each answer, too; but if its time was over it may have given up, and does not.
             question.since_s = self.sender_loop.time()
         asked, ready_reqs = ready_reqs, [each for each in ready_reqs if each[0] not in over]
         peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"

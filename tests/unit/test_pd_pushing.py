@@ -487,6 +487,24 @@ def test_a_push_that_waits_for_a_thread_longer_than_its_decode_does_is_not_begun
     assert slow.pushes == 2
 
 
+def test_once_a_question_was_too_late_no_part_of_it_is_pushed(
+    world: contextlib.ExitStack, prefill: Prefill, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.may_end.set()
+    asker = Asker(prefill)
+    world.callback(asker.close)
+    prefill.send({"p-r": [], "p-s": []})
+    asker.ask({"r": [[7, 8, 9]], "s": [[10, 11, 12]]})
+    prefill.until(lambda: prefill.worker._asked["t-s"], "the question")
+    time.sleep(0.3)
+    monkeypatch.setattr(pd_pushing, "hold_timeout_s", lambda: 0.25)
+    prefill.send({"p-r": BLOCKS})
+    assert asker.answer().err_reqs == ["r"]
+    prefill.send({"p-s": [[6, 7, 8]]})  # at once: a time that began anew would not be over
+    assert asker.answer().err_reqs == ["s"]
+    assert slow.pushes == 0
+
+
 def test_one_worker_may_be_both_sides(world: contextlib.ExitStack) -> None:
     both = Prefill(role="kv_both")
     world.callback(both.close)
