@@ -373,17 +373,17 @@ class GuardedStore:
 
         Mooncake's `ReplicateConfig` may name a group for each key of a call, so each part of a call gets its own.
         """
-        config = args[0] if args else None
+        config: Any = args[0] if args else None
         groups = list(getattr(config, "group_ids", None) or ())
         results: list[int] = []
         try:
             for start in range(0, len(keys), SLOTS):
                 part = slice(start, start + SLOTS)
-                if groups and config is not None:
+                if groups:
                     config.group_ids = groups[part]
                 results.extend(self._put(keys[part], addrs[part], sizes[part], *args))
         finally:
-            if groups and config is not None:
+            if groups:
                 config.group_ids = groups
         return results
 
