@@ -258,7 +258,7 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
     if ev.SendStarted not in kinds:
         if ev.SendExpired in kinds:
             if lost:
-                return f"{engine} let it expire {at}, and whether it was asked for is not known: {lost} of its log"
+                return f"{engine} let it expire {at}, and whether it was asked for is not known: in its log {lost}"
             return f"{engine} was not asked for it, as far as its log goes, and let it expire {at}"
         if lost:
             return _last_known(engine, events[-1], log)
@@ -270,17 +270,15 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
 
 def _lost(log: _Log) -> str:
     """Return that events of the scheduler are lost in a log, so that what is not in it may have been; empty if none."""
-    gap = next((gap for gap in log.result.trail.gaps if gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
-    if gap is None:
-        return ""
-    return f"{words.lost(gap.dropped)} of {gap.origin} {'is' if gap.dropped == 1 else 'are'} lost at event {gap.seq}"
+    gap = log.result.trail.lost_since(0)
+    return words.lost_at(gap) if gap is not None else ""
 
 
 def _last_known(engine: str, last: ev.AnyEvent, log: _Log) -> str:
     """Return the last event that a log with a gap has of a transfer; empty if it has no gap."""
     lost = _lost(log)
     at = f"(event {last.seq} of {log.name})"
-    return f"the last that is known of {engine}: {words.describe(last)} {at}, and {lost} of its log" if lost else ""
+    return f"the last that is known of {engine}: {words.describe(last)} {at}, and in its log {lost}" if lost else ""
 
 
 def _failed(events: Iterable[ev.AnyEvent], op: str) -> ev.TransferFinished | None:

@@ -206,10 +206,13 @@ class Trail:
         An id that comes back after its request has ended begins with generation 1 again, so it counts, too, when this
         life began and whether the request of the work has ended. Of a load the book itself says so.
         """
-        life = self.requests.get(request)
-        came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > opened.since_seq
         ended = isinstance(opened, Load) and bool(opened.ended)
-        return generation == opened.generation and not came_later and not ended
+        return generation == opened.generation and not ended and not self.came_later(request, opened.since_seq)
+
+    def came_later(self, request: str, seq: int) -> bool:
+        """Return whether the life that a request's id has now is known to have begun behind that place in the log."""
+        life = self.requests.get(request)
+        return bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > seq
 
     def lost_since(self, seq: int) -> ev.Gap | None:
         """Return the first gap behind that place in which events of the scheduler are lost; None if there is none.

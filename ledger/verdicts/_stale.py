@@ -112,10 +112,7 @@ def _lost(trail: Trail, job: int, report: ev.RankCompleted) -> str:
         of_scheduler = gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)
         if gap.seq <= since_seq or not (of_scheduler or gap.origin in (f"rank {rank}", "workers")):
             continue
-        lost = (
-            f"{words.lost(gap.dropped)} of {gap.origin} {'is' if gap.dropped == 1 else 'are'} lost at event {gap.seq} "
-            f"({gap.reason})"
-        )
+        lost = words.lost_at(gap)
         if of_scheduler:
             return f"{lost}, and the own report of job {job} may be among them"
         return f"{lost}, so when rank {rank} finished job {job} is not known; the log of that worker would decide"

@@ -3,8 +3,7 @@
 One job that misses a rank is a `leak` or a `stall`, an accident. Two or more that miss the same ranks, when those ranks
 have never answered anything in the whole log, are a system that was set up wrong: reports of these ranks do not reach
 the scheduler, or it waits for ranks that do not exist. Where events of the scheduler are lost the ranks may have
-answered there, and the jobs stay a `leak` or a `stall`. So do those of a
-rank whose call was seen to fail: it runs.
+answered there, and the jobs stay a `leak` or a `stall`. So do those of a rank whose call was seen to fail: it runs.
 """
 
 from collections.abc import Iterable

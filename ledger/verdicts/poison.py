@@ -197,12 +197,10 @@ class Poison(Verdict):
         """A request that waits for a transfer does not run: its blocks are written by the transfer."""
         if not event.blocks:
             return
-        life = self.trail.requests.get(event.request)
-        since_seq = life[0].seq if life else 0
         for grant in self._grants:
             given = grant.event
             is_its_own = (given.request, given.generation) == (event.request, event.generation)
-            if is_its_own and given.seq > since_seq and grant.ran is None:
+            if is_its_own and grant.ran is None and not self.trail.came_later(event.request, given.seq):
                 grant.written = None
                 if grant.numbers.issubset(numbers(event.blocks)):
                     grant.transfer = event.transfer
@@ -215,13 +213,12 @@ class Poison(Verdict):
                     grant.written = event
 
     def _runs(self, event: ev.RequestScheduled | ev.RequestResumed) -> None:
-        life = self.trail.requests.get(event.request)
         for grant in self._grants:
             given = grant.event
             if (given.request, given.generation) != (event.request, event.generation):
                 continue
             # An id that comes back begins with generation 1 again, and runs on other blocks.
-            came_later = bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > given.seq
+            came_later = self.trail.came_later(event.request, given.seq)
             if not came_later and self.trail.lost_since(given.seq) is None:
                 grant.written = grant.written or event
                 grant.ran = grant.ran or event

@@ -172,9 +172,8 @@ class UnreportedFailure(RuleVerdict):
         for gap in self.trail.gaps:
             if gap.seq > planned.seq and gap.origin in (f"rank {rank}", "workers"):
                 return (
-                    f"{words.lost(gap.dropped)} of {gap.origin} {'is' if gap.dropped == 1 else 'are'} lost at event "
-                    f"{gap.seq} ({gap.reason}), and a later get that went well may be among them; the log of that "
-                    "worker would decide"
+                    f"{words.lost_at(gap)}, and a later get that went well may be among them; the log of that worker "
+                    "would decide"
                 )
         return ""
 

@@ -100,7 +100,7 @@ def without(events: list[ev.AnyEvent], *kinds: type[ev.Event]) -> list[ev.AnyEve
     [
         (
             (ev.SendReady,),
-            "prefill let it expire (event 9 of 0.db), and whether it was asked for is not known: 1",
+            "prefill let it expire (event 9 of 0.db), and whether it was asked for is not known: in its log 1",
         ),
         (
             (ev.SendRegistered, ev.SendReady, ev.RankSent, ev.SendExpired),
