@@ -14,9 +14,7 @@ from ledger import words
 from ledger.errors import Refused
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
-
-KEPT = 200
-"""How often a broken rule is kept; a connector that breaks one at every step is told by the first times."""
+from ledger.verdicts._alike import Alike
 
 EARLY_FREE = frozenset(
     {
@@ -92,23 +90,6 @@ class Broken(msgspec.Struct, frozen=True):
     """Whether a rank's report broke it, and no act of the scheduler."""
 
 
-class Alike(msgspec.Struct):
-    """A rule that was broken again and again.
-
-    Attributes:
-        broken: the first times.
-        number: how often in all.
-    """
-
-    broken: list[Broken] = []
-    number: int = 0
-
-    def add(self, other: "Alike") -> None:
-        """Take in further times of the same rule, which may have come before."""
-        self.broken = sorted((*self.broken, *other.broken), key=lambda broken: broken.event.seq)[:KEPT]
-        self.number += other.number
-
-
 class RuleVerdict(Verdict):
     """A verdict that finds broken rules of its kind. Subclasses say what that means and what to do."""
 
@@ -118,12 +99,12 @@ class RuleVerdict(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self.rules: dict[str, Alike] = {}
+        self.rules: dict[str, Alike[Broken]] = {}
 
     @property
     def broken(self) -> Iterable[Broken]:
         """All broken rules that are kept."""
-        return (broken for alike in self.rules.values() for broken in alike.broken)
+        return (broken for alike in self.rules.values() for broken in alike.kept)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take an event that the book refused, if its rule is of this kind."""
@@ -137,13 +118,14 @@ class RuleVerdict(Verdict):
             self.take(event, event.rule, event.detail, event.rank >= 0)
 
     def take(
-        self, event: ev.Event, rule: str, detail: str, is_report: bool, into: dict[str, Alike] | None = None
+        self, event: ev.Event, rule: str, detail: str, is_report: bool, into: dict[str, Alike[Broken]] | None = None
     ) -> None:
         """Keep a broken rule with what the trail knows of its job or load at this moment, or only count it."""
         known = (self.rules if into is None else into).setdefault(rule, Alike())
-        known.number += 1
-        if len(known.broken) < KEPT:
-            known.broken.append(self._look_at(event, rule, detail, is_report))
+        if known.has_room:
+            known.add(self._look_at(event, rule, detail, is_report))
+        else:
+            known.number += 1
 
     def _look_at(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> Broken:
         job, load = getattr(event, "job", -1), getattr(event, "load", -1)
@@ -197,9 +179,9 @@ class RuleVerdict(Verdict):
         """Return who may suffer from it."""
         return ()
 
-    def finding(self, alike: Alike, end: End) -> Finding:
+    def finding(self, alike: Alike[Broken], end: End) -> Finding:
         """Return the finding for one rule."""
-        group, number = alike.broken, alike.number
+        group, number = alike.kept, alike.number
         first = group[0]
         certain: Certainty = "undecidable" if first.blind else "proven"
         shown = [*first.before, *(broken.event for broken in group[:6])]

@@ -21,11 +21,9 @@ from ledger.state import Load
 from ledger.trail import Chain, End, Trail, forget_oldest
 from ledger.transfers import Recv
 from ledger.verdicts import Finding
-from ledger.verdicts._rules import Alike, Broken, RuleVerdict
+from ledger.verdicts._alike import Alike
+from ledger.verdicts._rules import Broken, RuleVerdict
 from ledger.verdicts._waits import likewise
-
-KEPT_RELEASES = 200
-"""Releases of one sort that are kept; the rest is only counted."""
 
 KEPT_AFTER = 6
 """Later events of the same work that are kept: they show that it was not over."""
@@ -63,13 +61,6 @@ class _Released(msgspec.Struct, frozen=True):
         return self.event.__class__, self.subject[0], self.waiting, bool(self.doubt)
 
 
-class _Releases(msgspec.Struct):
-    """Releases of one sort: the first ones, and how many there were in all."""
-
-    kept: list[_Released] = []
-    number: int = 0
-
-
 class EarlyFree(RuleVerdict):
     """Blocks given back too early."""
 
@@ -82,7 +73,7 @@ class EarlyFree(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._released: dict[tuple[Hashable, ...], _Releases] = {}
+        self._released: dict[tuple[Hashable, ...], Alike[_Released]] = {}
         self._told: dict[Subject, None] = {}
         self._over = trail.over  # looked at for every call
 
@@ -92,9 +83,9 @@ class EarlyFree(RuleVerdict):
             return (f"what is sent as {first.transfer} after event {first.event.seq} may be KV of another request",)
         return (f"whoever gets these blocks after event {first.event.seq} may have wrong KV in them",)
 
-    def finding(self, alike: Alike, end: End) -> Finding:
+    def finding(self, alike: Alike[Broken], end: End) -> Finding:
         """Return the finding for one rule, with what shows that the work was not over."""
-        found, first = super().finding(alike, end), alike.broken[0]
+        found, first = super().finding(alike, end), alike.kept[0]
         return msgspec.structs.replace(found, chain=(*found.chain, *_after(first.chain, first.event)))
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
@@ -211,10 +202,7 @@ class EarlyFree(RuleVerdict):
             return
         self._told[released.subject] = None
         forget_oldest(self._told)
-        alike = self._released.setdefault(released.sort, _Releases())
-        alike.number += 1
-        if len(alike.kept) < KEPT_RELEASES:
-            alike.kept.append(released)
+        self._released.setdefault(released.sort, Alike()).add(released)
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the broken rules, and the loads whose blocks were given up under them, those of one sort together."""

@@ -10,11 +10,9 @@ from ledger import events as ev
 from ledger import words
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding
+from ledger.verdicts._alike import Alike
 from ledger.verdicts._ends import is_hard, is_near
 from ledger.verdicts._rules import Broken, RuleVerdict
-
-KEPT_LATE = 200
-"""Late results of one sort that are kept; the rest is only counted."""
 
 
 class LateEvent(RuleVerdict):
@@ -25,18 +23,15 @@ class LateEvent(RuleVerdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._ignored: dict[tuple[str, str], list[ev.ReportIgnored]] = {}
+        self._ignored: dict[tuple[str, str], Alike[ev.ReportIgnored]] = {}
         self._before: dict[tuple[str, str], list[ev.Event]] = {}
-        self._counts: dict[tuple[str, str], int] = {}
 
     def on_report_ignored(self, event: ev.ReportIgnored) -> None:
         """Note a result that came late."""
         sort = event.what, event.why
-        number = self._counts[sort] = self._counts.get(sort, 0) + 1
-        if number == 1:
+        if sort not in self._ignored:
             self._before[sort] = self.trail.last_end(event.request, load=event.load, transfer=event.transfer)
-        if number <= KEPT_LATE:
-            self._ignored.setdefault(sort, []).append(event)
+        self._ignored.setdefault(sort, Alike()).add(event)
 
     def advise(self, first: Broken, end: End) -> str:
         """Return what to do next."""
@@ -45,10 +40,10 @@ class LateEvent(RuleVerdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each sort of late result."""
         yield from super().findings(end)
-        for (what, why), late in self._ignored.items():
+        for (what, why), alike in self._ignored.items():
+            late, number = alike.kept, alike.number
             first = late[0]
             subject = first.transfer or (f"load {first.load}" if first.load >= 0 else what)
-            number = self._counts[what, why]
             times = f" ({number:,} such results)" if number > 1 else ""
             yield Finding(
                 kind="late_event",

@@ -20,6 +20,7 @@ from ledger import words
 from ledger.blocks import Blocks, count, from_ranges
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, Verdict, listed
+from ledger.verdicts._alike import Alike
 from ledger.verdicts._ends import DOWN, is_down
 from ledger.verdicts._waits import (
     Wait,
@@ -40,9 +41,6 @@ OTHER_LOG = (
 )
 
 RESTART = "Restart the engine when it can be spared: only that gives the held blocks back."
-
-KEPT_EXPIRED = 200
-"""Expired sends that are kept for the report; the rest is only counted."""
 
 
 class _Expired(msgspec.Struct, frozen=True):
@@ -80,16 +78,13 @@ class Leak(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._expired: list[_Expired] = []
-        self._expired_count = 0
+        self._expired: Alike[_Expired] = Alike()
 
     def on_send_expired(self, event: ev.SendExpired) -> None:
         """Note blocks that were held for a decode engine in vain."""
-        self._expired_count += 1
-        if len(self._expired) < KEPT_EXPIRED:
-            chain = self.trail.sends[event.request]
-            lost = self.trail.lost_since(chain[0].seq if chain else 0)
-            self._expired.append(_Expired(event, (*chain[:1], *chain[1:][-9:]), lost))
+        chain = self.trail.sends[event.request]
+        lost = self.trail.lost_since(chain[0].seq if chain else 0)
+        self._expired.add(_Expired(event, (*chain[:1], *chain[1:][-9:]), lost))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each sort of waits, the oldest in front, and one for all expired sends."""
@@ -108,7 +103,7 @@ class Leak(Verdict):
                 alike.setdefault((wait.sort, tuple(view.doing for view in wait.missing)), []).append(wait)
         for group in alike.values():
             yield self._held(group, end)
-        if self._expired:
+        if self._expired.number:
             yield self._expiry()
 
     def _held(self, group: list[Wait], end: End) -> Finding:
@@ -201,7 +196,7 @@ class Leak(Verdict):
         return f"Look at {where}{at}{error}; only a restart of the engine gives the blocks back."
 
     def _expiry(self) -> Finding:
-        first = next((each for each in self._expired if not each.hidden), self._expired[0])
+        first = next((each for each in self._expired.kept if not each.hidden), self._expired.kept[0])
         event, send = first.event, f"send {first.event.transfer}"
         ready = _ready(first.chain)
         held = f"the blocks of {send} were held in vain"
@@ -232,10 +227,10 @@ class Leak(Verdict):
         return Finding(
             kind="leak",
             certainty="undecidable" if doubt else "proven",
-            title=f"{title}{likewise(self._expired_count - 1, 'send')}",
+            title=f"{title}{likewise(self._expired.number - 1, 'send')}",
             since_seq=ready.seq if ready is not None else event.seq,
-            requests=tuple(dict.fromkeys(each.event.request for each in self._expired)),
-            blocks=listed(tuple(part for each in self._expired for part in _blocks(each.chain))),
+            requests=tuple(dict.fromkeys(each.event.request for each in self._expired.kept)),
+            blocks=listed(tuple(part for each in self._expired.kept for part in _blocks(each.chain))),
             ranks=tuple(dict.fromkeys(rank for run in event.expired_ranks for rank in range(run[0], run[1] + 1))),
             code=failed[0].code if failed else None,
             culprit=culprit,
@@ -244,13 +239,13 @@ class Leak(Verdict):
             inferred=inferred,
             doubt=doubt,
             impact=(f"{held} and are free again",)
-            if self._expired_count == 1
+            if self._expired.number == 1
             else (
-                f"the blocks of {self._expired_count:,} sends were held in vain until they expired, and are free again",
+                f"the blocks of {self._expired.number:,} sends were held until they expired, in vain, and are free now",
             ),
             lead_seq=event.seq,
             chain=(*first.chain, event),
-            facts={"transfers": [each.event.transfer for each in self._expired]},
+            facts={"transfers": [each.event.transfer for each in self._expired.kept]},
         )
 
 

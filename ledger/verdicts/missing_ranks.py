@@ -7,32 +7,18 @@ answered there, and the jobs stay a `leak` or a `stall`. So do those of a rank w
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
-
-import msgspec
+from typing import ClassVar, TypeAlias
 
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import from_ranges
 from ledger.trail import End, Trail
 from ledger.verdicts import Certainty, Finding, Verdict, listed
+from ledger.verdicts._alike import Alike
 from ledger.verdicts._waits import Wait, certainty, describe, evidence, lost_answers, never_answered, waits
 
-KEPT_LOADS = 100
-"""Loads that vLLM counted as finished without an answer of the same ranks, and that are named in the report. The rest
-is only counted."""
-
-
-class _Unanswered(msgspec.Struct):
-    """Loads that were counted as finished although the same ranks had not answered.
-
-    Attributes:
-        count: how many there were.
-        kept: the first of them, each with its request, empty if that is not known.
-    """
-
-    count: int = 0
-    kept: list[tuple[ev.LoadSettled, str]] = []
+Unanswered: TypeAlias = tuple[ev.LoadSettled, str]
+"""A load that was counted as finished although ranks had not answered, and its request, empty if that is not known."""
 
 
 class MissingRanks(Verdict):
@@ -42,7 +28,7 @@ class MissingRanks(Verdict):
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._unanswered: dict[tuple[int, ...], _Unanswered] = {}
+        self._unanswered: dict[tuple[int, ...], Alike[Unanswered]] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Note a load that vLLM counted as finished while ranks had not answered."""
@@ -50,10 +36,7 @@ class MissingRanks(Verdict):
             return
         planned = self.trail.loads[event.load][:1]
         request = planned[0].request if planned and isinstance(planned[0], ev.LoadPlanned) else ""
-        known = self._unanswered.setdefault(tuple(from_ranges(event.missing)), _Unanswered())
-        known.count += 1
-        if len(known.kept) < KEPT_LOADS:
-            known.kept.append((event, request))
+        self._unanswered.setdefault(tuple(from_ranges(event.missing)), Alike()).add((event, request))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each set of ranks."""
@@ -107,8 +90,8 @@ class MissingRanks(Verdict):
             inferred="" if doubt else "why: the ranks may not run, not report, or not exist",
         )
 
-    def _counted_without(self, ranks: tuple[int, ...], unanswered: _Unanswered) -> Finding:
-        first, count = unanswered.kept[0][0], unanswered.count
+    def _counted_without(self, ranks: tuple[int, ...], unanswered: Alike[Unanswered]) -> Finding:
+        first, count = unanswered.kept[0][0], unanswered.number
         names, lost = words.ranks(ranks), lost_answers(self.trail)
         more = f" and {words.plural(count - 1, 'more load')}" if count > 1 else ""
         often = "once" if count == 1 else f"{count:,} times"

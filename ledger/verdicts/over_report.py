@@ -7,7 +7,7 @@ finished it, this is not proven.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -16,9 +16,12 @@ from ledger import words
 from ledger.errors import Refused
 from ledger.trail import End, Trail
 from ledger.verdicts import Finding
+from ledger.verdicts._alike import KEPT, Alike
 from ledger.verdicts._ends import DOWN, is_down
-from ledger.verdicts._rules import Alike, Broken, RuleVerdict
+from ledger.verdicts._rules import Broken, RuleVerdict
 from ledger.verdicts._stale import RULES, Reading, any_owed, older_jobs, whose
+
+K = TypeVar("K")
 
 KEPT_OPEN = 1000
 """Jobs and ranks of which a report may be that of an older job. Further reports are judged as those of the last one."""
@@ -35,7 +38,7 @@ class _Open(msgspec.Struct):
 
     report: ev.RankCompleted
     older: tuple[int, ...]
-    rules: dict[str, Alike] = {}
+    rules: dict[str, Alike[Broken]] = {}
 
 
 class OverReport(RuleVerdict):
@@ -76,17 +79,17 @@ class OverReport(RuleVerdict):
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each rule, and one for each reason why it is not known whose reports they were."""
-        rules = {rule: Alike(alike.broken, alike.number) for rule, alike in self.rules.items()}
-        doubtful: dict[tuple[str, Reading], Alike] = {}
+        rules = {rule: alike.copy() for rule, alike in self.rules.items()}
+        doubtful: dict[tuple[str, Reading], Alike[Broken]] = {}
         for opened in self._open.values():
             reading = whose(self.trail, end, opened.report, opened.older)
             if reading.owed is not None:
                 continue
             for rule, alike in opened.rules.items():
                 if reading.doubt:
-                    doubtful.setdefault((rule, reading), Alike()).add(alike)
+                    _merge(doubtful, (rule, reading), alike)
                 else:
-                    rules.setdefault(rule, Alike()).add(alike)
+                    _merge(rules, rule, alike)
         for alike in rules.values():
             yield self.finding(alike, end)
         for (_, reading), alike in doubtful.items():
@@ -100,4 +103,11 @@ class OverReport(RuleVerdict):
         for work, opened in list(self._open.items()):
             if not any_owed(self.trail, opened.older, work[1]):
                 for rule, alike in self._open.pop(work).rules.items():
-                    self.rules.setdefault(rule, Alike()).add(alike)
+                    _merge(self.rules, rule, alike)
+
+
+def _merge(into: dict[K, Alike[Broken]], key: K, more: Alike[Broken]) -> None:
+    """Add broken rules to those of a key, which may have been broken before or after them."""
+    known = into.setdefault(key, Alike())
+    known.kept = sorted((*known.kept, *more.kept), key=lambda broken: broken.event.seq)[:KEPT]
+    known.number += more.number

@@ -16,12 +16,10 @@ from ledger import events as ev
 from ledger import words
 from ledger.trail import Chain, End, Trail
 from ledger.verdicts import Finding, listed
+from ledger.verdicts._alike import KEPT, Alike
 from ledger.verdicts._ends import is_hard
 from ledger.verdicts._rules import RuleVerdict
 from ledger.verdicts._waits import REPORT_NS, REPORT_STEPS, Wait, certainty, ended_request, likewise, waits
-
-KEPT_FAILURES = 200
-"""Loads of one rank and code whose failure was swallowed that are kept; further ones are only counted."""
 
 KEPT_SETTLED = 256
 """Loads that settled last and went well, as they say: evidence that speaks against it may come in later. More are kept
@@ -49,18 +47,6 @@ class _Swallowed(msgspec.Struct, frozen=True):
         return planned.request if isinstance(planned, ev.LoadPlanned) else self.call.request
 
 
-class _Alike(msgspec.Struct):
-    """Loads of one rank and code, all of them in doubt or none.
-
-    Attributes:
-        kept: the first ones.
-        number: how many in all.
-    """
-
-    kept: list[_Swallowed] = []
-    number: int = 0
-
-
 Sort: TypeAlias = tuple[int, str, bool]
 """A rank, a code, and whether there is a doubt."""
 
@@ -77,7 +63,7 @@ class UnreportedFailure(RuleVerdict):
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
         self._settled: dict[int, tuple[Chain, ev.LoadSettled]] = {}
-        self._swallowed: dict[Sort, _Alike] = {}
+        self._swallowed: dict[Sort, Alike[_Swallowed]] = {}
         self._ignored: dict[str, ev.ReportIgnored] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
@@ -104,7 +90,7 @@ class UnreportedFailure(RuleVerdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the failures that were hidden, and those that were met with silence."""
         yield from super().findings(end)
-        swallowed = {sort: _Alike([*alike.kept], alike.number) for sort, alike in self._swallowed.items()}
+        swallowed = {sort: alike.copy() for sort, alike in self._swallowed.items()}
         for chain, settled in self._settled.values():
             if _is_told(self.trail, end, chain, settled):
                 self._take(swallowed, chain, settled)
@@ -114,17 +100,15 @@ class UnreportedFailure(RuleVerdict):
             if wait.what in ("load", "recv") and wait.overdue and not wait.failed:
                 yield from self._silent(wait, end)
 
-    def _take(self, into: dict[Sort, _Alike], chain: Chain, settled: ev.LoadSettled) -> None:
+    def _take(self, into: dict[Sort, Alike[_Swallowed]], chain: Chain, settled: ev.LoadSettled) -> None:
         """Take the answers for a load that hid a failure."""
         for answer, call in _hidden(chain):
             doubt = self._doubt(chain[0], answer.rank)
-            alike = into.setdefault((answer.rank, _code(call)[0], bool(doubt)), _Alike())
-            alike.number += 1
-            if len(alike.kept) < KEPT_FAILURES:
-                alike.kept.append(_Swallowed(answer, call, settled, chain, doubt))
+            sort = answer.rank, _code(call)[0], bool(doubt)
+            into.setdefault(sort, Alike()).add(_Swallowed(answer, call, settled, chain, doubt))
 
     @staticmethod
-    def _answered_well(alike: _Alike) -> Finding:
+    def _answered_well(alike: Alike[_Swallowed]) -> Finding:
         first = alike.kept[0]
         answer, call, doubt = first.answer, first.call, first.doubt
         planned = first.chain[0]
@@ -187,7 +171,7 @@ class UnreportedFailure(RuleVerdict):
 
     def on_report_ignored(self, event: ev.ReportIgnored) -> None:
         """Note a report that came too late to be taken."""
-        if len(self._ignored) < KEPT_FAILURES:
+        if len(self._ignored) < KEPT:
             self._ignored[event.transfer or f"load {event.load}"] = event
 
     def _silent(self, wait: Wait, end: End) -> Iterable[Finding]:
