@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,8 @@ def mooncake_master(folder: Path, *options: str) -> Generator["subprocess.Popen[
     )
     os.environ["MOONCAKE_CONFIG_PATH"] = str(config)
     try:
-        _wait_until_it_answers(master, http)
-        _wait_until_it_listens(master, metrics)  # the last that it opens: it ends when that port was taken meanwhile
+        _wait(master, lambda: _answers(http))
+        _wait(master, lambda: _listens(metrics))  # the last that it opens: it ends when that port was taken meanwhile
         yield master
     finally:
         master.terminate()
@@ -126,34 +126,32 @@ def mooncake_master(folder: Path, *options: str) -> Generator["subprocess.Popen[
             master.kill()
 
 
-def _wait_until_it_listens(master: "subprocess.Popen[bytes]", port: int) -> None:
-    deadline = time.monotonic() + MASTER_START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if master.poll() is not None:
-            raise RuntimeError(f"mooncake_master ended with status {master.returncode}; see mooncake_master.log")
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.05)
-        else:
-            return
-    raise RuntimeError("mooncake_master opens no port for its metrics; see mooncake_master.log")
+def _answers(http_port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metadata?key=none", timeout=1)
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
-def _wait_until_it_answers(master: "subprocess.Popen[bytes]", http_port: int) -> None:
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _wait(master: "subprocess.Popen[bytes]", is_ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + MASTER_START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    while not is_ready():
         if master.poll() is not None:
             raise RuntimeError(f"mooncake_master ended with status {master.returncode}; see mooncake_master.log")
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metadata?key=none", timeout=1)
-        except urllib.error.HTTPError:
-            return
-        except OSError:
-            time.sleep(0.05)
-        else:
-            return
-    raise RuntimeError("mooncake_master does not answer; see mooncake_master.log")
+        if time.monotonic() > deadline:
+            raise RuntimeError("mooncake_master does not answer; see mooncake_master.log")
+        time.sleep(0.05)
 
 
 def make_llm(folder: Path, connector: str | None = None, extra: dict[str, Any] | None = None, **overrides: Any) -> Any:

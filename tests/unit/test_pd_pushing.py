@@ -403,15 +403,21 @@ def slow(world: contextlib.ExitStack, prefill: Prefill) -> Slow:
     return made
 
 
-def test_a_worker_that_ends_pushes_to_the_end_and_answers_before_it_stops_listening(
-    prefill: Prefill, decode: Decode, slow: Slow
-) -> None:
+def a_push_begins(prefill: Prefill, decode: Decode, slow: Slow) -> str:
+    """Let a decode ask for a send, wait until its push is under way, and return the layer that is pushed."""
     (layer,) = prefill.caches
     prefill.caches[layer][3:6] = 1.0
     prefill.send({"p-r": []})
     decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
     prefill.send({"p-r": BLOCKS})
     prefill.until(slow.began.is_set, "the push")
+    return layer
+
+
+def test_a_worker_that_ends_pushes_to_the_end_and_answers_before_it_stops_listening(
+    prefill: Prefill, decode: Decode, slow: Slow
+) -> None:
+    layer = a_push_begins(prefill, decode, slow)
     threading.Timer(0.5, slow.may_end.set).start()
     prefill.close()
     assert not prefill.worker.sender_loop.is_running()
@@ -424,12 +430,7 @@ def test_a_worker_that_has_no_time_for_its_last_push_listens_until_its_process_e
     prefill: Prefill, decode: Decode, asker: Asker, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pd_pushing, "LAST_PUSHES_S", 0.1)
-    (layer,) = prefill.caches
-    prefill.caches[layer][3:6] = 1.0
-    prefill.send({"p-r": []})
-    decode.pull(prefill.bootstrap, {"r": [[7, 8, 9]]}, ENGINE)
-    prefill.send({"p-r": BLOCKS})
-    prefill.until(slow.began.is_set, "the push")
+    layer = a_push_begins(prefill, decode, slow)
     prefill.close()
     asker.ask({"r": [[7, 8, 9]]})
     refused = asker.answer()
