@@ -10,10 +10,11 @@ import msgspec
 from ledger import events as ev
 from ledger.errors import InvariantViolation
 from tools.sim import plan as pl
-from tools.sim.checks import Broken, Checks, Feed
+from tools.sim.checks import Broken, Checks
 from tools.sim.client import Client
 from tools.sim.clock import STEP_NS, Clock
 from tools.sim.engine import Batch, Engine
+from tools.sim.feed import Feed
 from tools.sim.store import Faults, Store
 
 PATIENCE_STEPS = 400
