@@ -25,10 +25,10 @@ from ledger import __version__
 from ledger import events as ev
 from ledger.blocks import to_ranges
 from ledger.errors import InvariantViolation, Refused, SettingsError
-from ledger.log import Log
+from ledger.live.log import Log
+from ledger.live.writer import Writer, log_path
 from ledger.settings import Settings
-from ledger.state import State
-from ledger.writer import Writer, log_path
+from ledger.state.apply import State
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

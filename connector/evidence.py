@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from ledger import events as ev
-from ledger.log import Log
+from ledger.live.log import Log
 from ledger.settings import Settings
 
 if TYPE_CHECKING:

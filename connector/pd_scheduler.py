@@ -64,7 +64,7 @@ from connector.pd_reports import (
 from connector.requests import GroupIds, RequestObserver, generation_of, without_null
 from ledger import events as ev
 from ledger.blocks import Blocks, from_ranges, to_ranges
-from ledger.transfers import Recv, Send
+from ledger.state.pd import Recv, Send
 
 logger = logging.getLogger("kvledger")
 

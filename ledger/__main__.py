@@ -6,9 +6,10 @@ import sys
 def main() -> None:
     """Run the command line and end the process with its status, also when Ctrl-C comes while modules are loaded."""
     try:
-        from ledger import cli  # noqa: PLC0415 - it takes a fifth of a second, in which nobody else would answer
+        # Here and not above: the import takes a fifth of a second, in which nobody else would answer.
+        from ledger.cli import commands  # noqa: PLC0415
 
-        cli.main()
+        commands.main()
     except KeyboardInterrupt:
         if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - it is None after `2>&-`
             sys.stderr.write("kvledger: interrupted\n")

@@ -15,7 +15,7 @@ Words that stand in many events:
     blocks                `((group, ((first, last), ...)), ...)`, see `ledger.blocks`. The order means something.
     code, raw             the stable name of an error and what was translated to it, unchanged. Both empty: no error.
 
-A kind that changes shape gets a new version: its tag becomes `kind@2`, and an upcaster in `ledger.reader` lifts what
+A kind that changes shape gets a new version: its tag becomes `kind@2`, and an upcaster in `ledger.file.read` lifts what
 older files hold. New fields have defaults. Stored rows are never rewritten.
 
 This file knows `msgspec` and the shape of a block list, nothing else.
@@ -112,7 +112,7 @@ class RequestAborted(Event, frozen=True, gc=False, omit_defaults=True, tag="requ
     """A client or an operator ended a request. Loads into its blocks may still be running.
 
     Attributes:
-        was: the request's state before, as in `ledger.state.RequestState`.
+        was: the request's state before, as in `ledger.state.apply.RequestState`.
     """
 
     request: str

@@ -1,4 +1,4 @@
-"""Runs the revisions on the connection that `ledger.migrate` hands over, in that connection's transaction.
+"""Runs the revisions on the connection that `ledger.file.migrate` hands over, in that connection's transaction.
 
 For a developer's command it opens the file that the command names:
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from alembic import context
 from sqlalchemy import Connection
 
-from ledger import migrate, schema
+from ledger.file import migrate, schema
 
 
 def run(connection: Connection) -> None:

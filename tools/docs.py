@@ -19,7 +19,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the checkout this file stands in, whatever is installed
 
-import ledger.cli
+import ledger.cli.commands
 import ledger.codes
 import ledger.demo
 import ledger.settings
@@ -195,16 +195,18 @@ def cli_page() -> str:
                 if child is not None and not child.hidden:
                     yield from sections(child, [*parents, context])
 
-    return generated("Command line", "ledger/cli.py", *sections(ledger.cli.cli, []))
+    return generated("Command line", "ledger/cli/commands.py", *sections(ledger.cli.commands.cli, []))
 
 
 def findings_page() -> str:
     """docs/findings.md: what `kvledger replay` finds, from the docstrings of the verdicts."""
     general = ast.get_docstring(ast.parse((ROOT / "ledger/verdicts/__init__.py").read_text())) or ""
-    owed = general.partition("What every verdict owes its reader:")[2].partition("This file knows")[0]
+    owed = general.partition("What every verdict owes its reader:")[2].partition("This folder knows")[0]
     parts = ["What each kind of finding means, and when it is proven. Every verdict keeps to this:", owed]
     for path in sorted((ROOT / "ledger/verdicts").glob("[!_]*.py")):
         heading, _, prose = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+        if path.stem in {"base", "history"}:  # what verdicts are made of
+            continue
         kinds, _, what = heading.partition(": ") if heading.startswith("`") else (f"`{path.stem}`", "", heading)
         parts += [f"## {kinds}", f"{what[:1].upper()}{what[1:]}", _tables_kept(prose)]
     return generated("Findings", "the verdicts in ledger/verdicts/", *parts)
@@ -222,7 +224,7 @@ def readme() -> str:
     if not ledger.demo.incidents():
         return text
     shown = subprocess.run(
-        [sys.executable, "-m", "ledger.cli", "demo"],
+        [sys.executable, "-m", "ledger", "demo"],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,

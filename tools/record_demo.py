@@ -107,7 +107,7 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
         return
-    from ledger.seal import seal
+    from ledger.file.seal import seal
 
     target = REPOSITORY / "ledger" / "demo" / f"{arguments.incident}.db"
     with tempfile.TemporaryDirectory(prefix="record-demo-") as folder:

@@ -206,8 +206,8 @@ def _struck(plan: Any, run: Any) -> list[str]:
 
 def score(seed: int, steps: int, canary_name: str) -> Score:
     """Run a seed, replay its log, and compare."""
-    from ledger.blast import blast_radius
-    from ledger.replay import replay
+    from ledger.queries.blast_radius import blast_radius
+    from ledger.replay.fold import replay
 
     truth, events = play(seed, steps, canary_name)
     result = replay(events)

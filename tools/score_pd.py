@@ -48,8 +48,8 @@ class _Truth(msgspec.Struct):
 def score_pd(seed: int, steps: int) -> PdScore:
     """Play a seed, replay the logs of its engines together, and compare."""
     from ledger import events as ev
-    from ledger.join import join
-    from ledger.replay import Replay
+    from ledger.replay.fold import Replay
+    from ledger.replay.join import join
     from tools.sim.engine import quiet
     from tools.sim.pd import plan as pl
     from tools.sim.pd.run import Run

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from ledger import events as ev
 from ledger import words
 from ledger.codes import CODES, KVCacheErrorCode
-from ledger.reader import UPCASTERS
+from ledger.file.read import UPCASTERS
 
 SHOWN_ITEMS = 6
 """Items of a list that are shown; a finding may name hundreds of requests."""

@@ -17,10 +17,11 @@ from ledger import words
 from ledger.blocks import Blocks, count, of_pairs
 from ledger.browse import tables
 from ledger.browse.timeline import Timeline
-from ledger.incidents import grouped
-from ledger.reader import open_log
-from ledger.replay import Replay, Result
-from ledger.verdicts import Finding, all_verdicts
+from ledger.file.read import open_log
+from ledger.replay.fold import Replay, Result
+from ledger.replay.incidents import grouped
+from ledger.verdicts import all_verdicts
+from ledger.verdicts.base import Finding
 
 Row: TypeAlias = dict[str, Any]
 """A row by the names of its columns. A column that is not named is empty."""

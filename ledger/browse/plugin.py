@@ -28,10 +28,10 @@ from datasette.utils.asgi import Response
 from jinja2 import BaseLoader, ChoiceLoader, Environment, TemplateNotFound
 from markupsafe import Markup
 
-from ledger import sqlite
 from ledger.browse import pages
 from ledger.browse.cells import Links, cell
 from ledger.browse.queries import QUERIES, Query
+from ledger.file import sqlite
 
 logger = logging.getLogger("kvledger")
 

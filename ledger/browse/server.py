@@ -23,11 +23,11 @@ import uvicorn
 from datasette.app import Datasette
 from datasette.plugins import pm
 
-from ledger import sqlite
 from ledger.browse import extras, pages, plugin
 from ledger.errors import LedgerError, LedgerNotWritable
-from ledger.reader import open_log
-from ledger.seal import seal
+from ledger.file import sqlite
+from ledger.file.read import open_log
+from ledger.file.seal import seal
 
 LOOPBACK = "127.0.0.1"
 

@@ -8,7 +8,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.schema import CreateTable
 
-from ledger import schema
+from ledger.file import schema
 
 browsed = MetaData()
 """Only a copy for browsing has these."""

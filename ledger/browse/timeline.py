@@ -12,8 +12,8 @@ This file knows events and the state. It judges nothing.
 import msgspec
 
 from ledger import events as ev
-from ledger.trail import Trail
-from ledger.verdicts import Verdict
+from ledger.verdicts.base import Verdict
+from ledger.verdicts.history import Trail
 
 MOST_INTERVALS = 400
 """Rows of the table: a page of Datasette, and more than a screen is wide in pixels for each of them to matter."""

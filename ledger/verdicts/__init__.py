@@ -1,9 +1,13 @@
 """What went wrong, judged from a log: one file in this folder for each kind of finding.
 
-A verdict is a class that extends `Verdict` and stands in a module of this folder whose name does not begin with `_`.
+A verdict is a class that extends `Verdict` and stands in a module of this folder.
 Being there is all that registers it. It names the events it wants by its methods: `on_rank_completed(event)` is called
 for each `rank_completed` that the book accepted, so an event costs only the verdicts that asked for it. `refused(event,
 refusal)` is called for what the book did not accept. `findings(end)` is called once, at the end of the log.
+
+    base       what a verdict is, and what a finding is
+    history    what is open, with the events that led there: the memory that verdicts share
+    shared     looks that several verdicts have in common
 
 What every verdict owes its reader:
 
@@ -12,145 +16,14 @@ What every verdict owes its reader:
     gap, a missing file or a torn end hides the answer, and then `doubt` says what would decide;
 *   memory grows with what is open, not with the file.
 
-This file knows events, the state and the trail.
+This folder knows events, the state and their words.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeAlias
 
-import msgspec
-
-from ledger import events as ev
-from ledger.blocks import Blocks, expand
-from ledger.errors import Refused
-from ledger.trail import End, Trail
-
-Certainty: TypeAlias = Literal["proven", "suspected", "undecidable"]
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that went wrong. The fields up to `advice` are the public shape of `kvledger replay --json`.
-
-    Attributes:
-        kind: the stable name of what went wrong; see the verdict's file.
-        certainty: `proven`, `suspected` or `undecidable`.
-        title: one sentence for someone who was just woken up.
-        since_seq: the event at which the work or the state in question began.
-        requests: ids of the requests concerned, those that suffer included.
-        jobs: store jobs concerned.
-        blocks: `(group, block)` of the blocks concerned.
-        ranks: the ranks concerned: for a wait, those that did not answer.
-        code: the stable code of the error behind it, if there is one.
-        culprit: who or what to look at.
-        advice: what to do next.
-        lead_seq: the first event that was not as it should be; the report leads with the earliest.
-        doubt: why it is not proven, and what would decide. Empty when it is.
-        chain: the events that show it, in order.
-        notes: lines of text that the report adds, e.g. the time line of a block.
-        facts: what else is known, as data; it stands in the `story` of the public report.
-        loads: loads concerned.
-        suffering: those of `requests` that only bear the consequences: they wait behind it, or loaded what was wrong.
-        elsewhere: jobs of other logs that it is about: index of the log, and job. Known when logs are joined.
-        cause: a name for why it happened; findings of one kind and one cause in a log are one incident.
-        shown: what of the culprit and title the events show, where they show a part of it only.
-        inferred: the part that is concluded from them.
-        brief: the title in fewer words, where it is long.
-        other_log: what the log of the other side would tell; moot once it is replayed together with this one.
-        also: what is to be done about it as well, when it is the consequence of another finding.
-        impact: who suffers from it and how, as far as the log shows: clauses that `;` may join.
-    """
-
-    kind: str
-    certainty: Certainty
-    title: str
-    since_seq: int
-    requests: tuple[str, ...] = ()
-    jobs: tuple[int, ...] = ()
-    blocks: tuple[tuple[int, int], ...] = ()
-    ranks: tuple[int, ...] = ()
-    code: str | None = None
-    culprit: str = ""
-    advice: str = ""
-    lead_seq: int = 0
-    doubt: str = ""
-    chain: tuple[ev.Event, ...] = ()
-    notes: tuple[str, ...] = ()
-    facts: dict[str, Any] = {}
-    loads: tuple[int, ...] = ()
-    suffering: tuple[str, ...] = ()
-    elsewhere: tuple[tuple[int, int], ...] = ()
-    cause: str = ""
-    shown: str = ""
-    inferred: str = ""
-    also: str = ""
-    brief: str = ""
-    other_log: str = ""
-    impact: tuple[str, ...] = ()
-
-    @property
-    def transfers(self) -> tuple[str, ...]:
-        """The P/D transfers concerned."""
-        return tuple(self.facts.get("transfers", ()))
-
-    @property
-    def evidence(self) -> tuple[int, ...]:
-        """The places in the log of the events that show it."""
-        return tuple(event.seq for event in self.chain)
-
-    def public(self) -> dict[str, Any]:
-        """Return the fields of the public shape. What keeps a finding from being proven is said in its advice."""
-        shape = {name: getattr(self, name) for name in PUBLIC_FIELDS}
-        doubt = f"Not proven: {self.doubt}" if self.doubt else ""
-        shape["advice"] = " ".join(part for part in (self.other_log, self.advice, doubt) if part)
-        return shape
-
-
-PUBLIC_FIELDS = (
-    "kind",
-    "certainty",
-    "title",
-    "since_seq",
-    "requests",
-    "jobs",
-    "blocks",
-    "ranks",
-    "code",
-    "evidence",
-    "culprit",
-    "advice",
-)
-
-
-class Verdict:
-    """Looks at one log for one kind of fault, or for a few that only the same look can tell apart.
-
-    Args:
-        trail: what is open, with its events; `trail.state` is the book after the event at hand.
-
-    Attributes:
-        kinds: the kinds of finding it may yield.
-    """
-
-    kinds: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, trail: Trail) -> None:
-        self.trail = trail
-        self.state = trail.state
-
-    def refused(self, event: ev.Event, refusal: Refused) -> None:
-        """Take note of an event that the book did not accept."""
-
-    def findings(self, end: End) -> Iterable[Finding]:
-        """Return what was found, once the log has ended."""
-        return ()
-
-
-def listed(blocks: Blocks) -> tuple[tuple[int, int], ...]:
-    """Return blocks as findings hold them: single `(group, block)` pairs, sorted, each once."""
-    return tuple(sorted(set(expand(blocks))))
+from ledger.verdicts.base import Verdict
 
 
 @cache
@@ -158,11 +31,13 @@ def all_verdicts() -> tuple[type[Verdict], ...]:
     """Return every verdict of this folder, in the order of the names of their files."""
     found: list[type[Verdict]] = []
     for module_info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
-        if not module_info.name.startswith("_"):
-            module = importlib.import_module(f"{__name__}.{module_info.name}")
-            found.extend(
-                each
-                for each in vars(module).values()
-                if isinstance(each, type) and issubclass(each, Verdict) and each.__module__ == module.__name__
-            )
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
+        found.extend(
+            each
+            for each in vars(module).values()
+            if isinstance(each, type)
+            and issubclass(each, Verdict)
+            and each is not Verdict
+            and each.__module__ == module.__name__
+        )
     return tuple(found)

@@ -6,7 +6,7 @@ the engine or the fold noticed is lost.
 
 from typing import ClassVar
 
-from ledger.verdicts._rules import RuleVerdict
+from ledger.verdicts.shared.rules import RuleVerdict
 
 
 class BrokenRule(RuleVerdict):

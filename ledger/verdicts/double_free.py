@@ -5,7 +5,7 @@ The second time takes the reference of somebody else: the block goes back to the
 
 from typing import ClassVar
 
-from ledger.verdicts._rules import Broken, RuleVerdict
+from ledger.verdicts.shared.rules import Broken, RuleVerdict
 
 
 class DoubleFree(RuleVerdict):

@@ -17,13 +17,13 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import expand, numbers
-from ledger.state import Load
-from ledger.trail import Chain, End, Trail, forget_oldest
-from ledger.transfers import Recv
-from ledger.verdicts import Finding
-from ledger.verdicts._alike import Alike
-from ledger.verdicts._rules import Broken, RuleVerdict
-from ledger.verdicts._waits import likewise
+from ledger.state.apply import Load
+from ledger.state.pd import Recv
+from ledger.verdicts.base import Finding
+from ledger.verdicts.history import Chain, End, Trail, forget_oldest
+from ledger.verdicts.shared.rules import Broken, RuleVerdict
+from ledger.verdicts.shared.sample import Alike
+from ledger.verdicts.shared.waits import likewise
 
 KEPT_AFTER = 6
 """Later events of the same work that are kept: they show that it was not over."""

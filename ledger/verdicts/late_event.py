@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from ledger import events as ev
 from ledger import words
-from ledger.trail import End, Trail
-from ledger.verdicts import Finding
-from ledger.verdicts._alike import Alike
-from ledger.verdicts._ends import is_hard, is_near
-from ledger.verdicts._rules import Broken, RuleVerdict
+from ledger.verdicts.base import Finding
+from ledger.verdicts.history import End, Trail
+from ledger.verdicts.shared.ends import is_hard, is_near
+from ledger.verdicts.shared.rules import Broken, RuleVerdict
+from ledger.verdicts.shared.sample import Alike
 
 
 class LateEvent(RuleVerdict):

@@ -18,11 +18,11 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, count, from_ranges
-from ledger.trail import Chain, End, Trail
-from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._alike import Alike
-from ledger.verdicts._ends import DOWN, is_down
-from ledger.verdicts._waits import (
+from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.shared.ends import DOWN, is_down
+from ledger.verdicts.shared.sample import Alike
+from ledger.verdicts.shared.waits import (
     Wait,
     blocked_requests,
     certainty,

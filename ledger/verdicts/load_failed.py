@@ -22,9 +22,9 @@ import msgspec
 from ledger import codes, words
 from ledger import events as ev
 from ledger.blocks import expand, from_ranges
-from ledger.trail import Chain, End, Trail
-from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._waits import lost_answers, with_events
+from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.shared.waits import lost_answers, with_events
 
 STORE_LEASE_S = 5.0
 """Mooncake's default lease: what a lookup has found stays for so long."""

@@ -12,10 +12,10 @@ from typing import ClassVar, TypeAlias
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import from_ranges
-from ledger.trail import End, Trail
-from ledger.verdicts import Certainty, Finding, Verdict, listed
-from ledger.verdicts._alike import Alike
-from ledger.verdicts._waits import Wait, certainty, describe, evidence, lost_answers, never_answered, waits
+from ledger.verdicts.base import Certainty, Finding, Verdict, listed
+from ledger.verdicts.history import End, Trail
+from ledger.verdicts.shared.sample import Alike
+from ledger.verdicts.shared.waits import Wait, certainty, describe, evidence, lost_answers, never_answered, waits
 
 Unanswered: TypeAlias = tuple[ev.LoadSettled, str]
 """A load that was counted as finished although ranks had not answered, and its request, empty if that is not known."""

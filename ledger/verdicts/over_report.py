@@ -14,12 +14,12 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.trail import End, Trail
-from ledger.verdicts import Finding
-from ledger.verdicts._alike import KEPT, Alike
-from ledger.verdicts._ends import DOWN, is_down
-from ledger.verdicts._rules import Broken, RuleVerdict
-from ledger.verdicts._stale import RULES, Reading, any_owed, older_jobs, whose
+from ledger.verdicts.base import Finding
+from ledger.verdicts.history import End, Trail
+from ledger.verdicts.shared.ends import DOWN, is_down
+from ledger.verdicts.shared.rules import Broken, RuleVerdict
+from ledger.verdicts.shared.sample import KEPT, Alike
+from ledger.verdicts.shared.stale import RULES, Reading, any_owed, older_jobs, whose
 
 K = TypeVar("K")
 

@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, expand, numbers, of_pairs
-from ledger.state import Job, Load
-from ledger.trail import Chain, End, Trail
-from ledger.transfers import Recv, Send
-from ledger.verdicts import Finding, Verdict
-from ledger.verdicts._poison import (
+from ledger.state.apply import Job, Load
+from ledger.state.pd import Recv, Send
+from ledger.verdicts.base import Finding, Verdict
+from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.shared.poisoning import (
     GIVEN_AWAY,
     Grant,
     Hit,

@@ -11,8 +11,8 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.trail import End, Trail
-from ledger.verdicts import Finding, Verdict
+from ledger.verdicts.base import Finding, Verdict
+from ledger.verdicts.history import End, Trail
 
 ROUNDS = 3
 """Rounds that make a loop. Two may be chance: a key evicted twice."""

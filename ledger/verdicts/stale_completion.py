@@ -19,11 +19,11 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.trail import End, Trail
-from ledger.verdicts import Finding
-from ledger.verdicts._rules import RuleVerdict
-from ledger.verdicts._stale import RULES, Owed, Reading, any_owed, older_jobs, owed_by, whose
-from ledger.verdicts._waits import with_events
+from ledger.verdicts.base import Finding
+from ledger.verdicts.history import End, Trail
+from ledger.verdicts.shared.rules import RuleVerdict
+from ledger.verdicts.shared.stale import RULES, Owed, Reading, any_owed, older_jobs, owed_by, whose
+from ledger.verdicts.shared.waits import with_events
 
 KEPT_CHAIN = 12
 

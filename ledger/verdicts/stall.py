@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from ledger import events as ev
 from ledger import words
-from ledger.trail import End, Trail
-from ledger.verdicts import Finding, Verdict, listed
-from ledger.verdicts._ends import DOWN, is_down, is_hard
-from ledger.verdicts._waits import (
+from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.history import End, Trail
+from ledger.verdicts.shared.ends import DOWN, is_down, is_hard
+from ledger.verdicts.shared.waits import (
     STALL_SUSPECT_S,
     Wait,
     blocked_requests,

@@ -14,10 +14,10 @@ from typing import ClassVar
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.trail import End, Trail
-from ledger.verdicts import Finding, Verdict
-from ledger.verdicts._ends import is_hard, is_near
-from ledger.verdicts._rules import kind_of_rule
+from ledger.verdicts.base import Finding, Verdict
+from ledger.verdicts.history import End, Trail
+from ledger.verdicts.shared.ends import is_hard, is_near
+from ledger.verdicts.shared.rules import kind_of_rule
 
 FLUSH_INTERVAL_MS = 50
 """The engine's own default of `flush_interval_ms`."""

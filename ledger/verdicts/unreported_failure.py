@@ -14,12 +14,12 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.trail import Chain, End, Trail
-from ledger.verdicts import Finding, listed
-from ledger.verdicts._alike import KEPT, Alike
-from ledger.verdicts._ends import is_hard
-from ledger.verdicts._rules import RuleVerdict
-from ledger.verdicts._waits import REPORT_NS, REPORT_STEPS, Wait, certainty, ended_request, likewise, waits
+from ledger.verdicts.base import Finding, listed
+from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.shared.ends import is_hard
+from ledger.verdicts.shared.rules import RuleVerdict
+from ledger.verdicts.shared.sample import KEPT, Alike
+from ledger.verdicts.shared.waits import REPORT_NS, REPORT_STEPS, Wait, certainty, ended_request, likewise, waits
 
 KEPT_SETTLED = 256
 """Loads that settled last and went well, as they say: evidence that speaks against it may come in later. More are kept

@@ -71,7 +71,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         paths.insert(0, str(request.getfixturevalue("alpha")))
     folder = tmp_path_factory.mktemp("log")
     process = subprocess.Popen(
-        [sys.executable, "-m", "ledger.cli", "browse", str(eventful_log(folder))],
+        [sys.executable, "-m", "ledger", "browse", str(eventful_log(folder))],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 
 from ledger import events as ev
-from ledger.reader import open_log
-from ledger.state import State
+from ledger.file.read import open_log
+from ledger.state.apply import State
 
 SCENARIO_TIMEOUT_S = 240
 

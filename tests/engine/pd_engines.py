@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger import events as ev
-from ledger.reader import open_log
+from ledger.file.read import open_log
 from tests.engine.machine import end_engine, greedy, model_folder
 
 CONNECTOR = "KVLedgerMooncakeConnector"

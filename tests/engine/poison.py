@@ -24,7 +24,7 @@ from connector.store_connector import KVLedgerStoreConnector
 from connector.store_scheduler import LedgerStoreScheduler
 from ledger import events as ev
 from ledger.blocks import Blocks
-from ledger.reader import open_log
+from ledger.file.read import open_log
 from tests.engine.machine import cpu_environment, end_engine, greedy, make_llm, mooncake_master
 from tests.engine.scenarios import prompts, settle, tokens_of
 

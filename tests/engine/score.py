@@ -21,10 +21,10 @@ import torch
 
 from connector.recording_store import key_hash
 from ledger import events as ev
-from ledger.case import replay_files
-from ledger.reader import open_log
-from ledger.replay import replay
-from ledger.verdicts import Finding
+from ledger.file.read import open_log
+from ledger.replay.case import replay_files
+from ledger.replay.fold import replay
+from ledger.verdicts.base import Finding
 from tests.engine.conftest import Run, run_scenario
 
 PAGE = Path(__file__).parents[2] / "docs" / "score-engine.md"

@@ -7,9 +7,9 @@ import pytest
 
 from ledger import events as ev
 from ledger.blocks import numbers
-from ledger.case import replay_files
-from ledger.reader import open_log
-from ledger.verdicts import Finding
+from ledger.file.read import open_log
+from ledger.replay.case import replay_files
+from ledger.verdicts.base import Finding
 from tests.engine.conftest import Fold, RunOnce, fold
 from tests.engine.pd_engines import HOLD_TIMEOUT_S
 

@@ -13,9 +13,9 @@ import torch
 
 from connector.integrity import TRAILER_BYTES
 from ledger import events as ev
-from ledger.blast import blast_radius
-from ledger.reader import open_log
-from ledger.replay import replay
+from ledger.file.read import open_log
+from ledger.queries.blast_radius import blast_radius
+from ledger.replay.fold import replay
 from tests.engine.conftest import Run, RunOnce
 from tests.engine.score import WRONG_RELATIVE_ERROR, stored, wrong_keys
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from ledger import events as ev
-from ledger.case import LogResult, in_time
-from ledger.join import join
-from ledger.replay import Replay, Result
-from ledger.verdicts import Finding
+from ledger.replay.case import LogResult, in_time
+from ledger.replay.fold import Replay, Result
+from ledger.replay.join import join
+from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS, Expected, Incident
 
 PAGE = Path(__file__).parents[2] / "docs" / "score.md"

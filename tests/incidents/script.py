@@ -22,8 +22,8 @@ import msgspec
 from ledger import events as ev
 from ledger.blocks import Blocks, by_group, count, from_ranges, to_ranges
 from ledger.errors import Refused
-from ledger.state import State
-from ledger.writer import Database
+from ledger.live.writer import Database
+from ledger.state.apply import State
 
 START_TS_NS = 1_780_000_000_000_000_000
 """28 May 2026; any fixed moment would do."""

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from ledger import events as ev
-from ledger.replay import Replay
-from ledger.verdicts import Finding
+from ledger.replay.fold import Replay
+from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS, LOGS, Incident
 from tests.incidents.score import PAGE, page, replay_together, score
 

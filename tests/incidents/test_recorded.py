@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ledger.case import Case, replay_files
 from ledger.demo import incidents
-from ledger.seal import verify
+from ledger.file.seal import verify
+from ledger.replay.case import Case, replay_files
 
 
 def case(name: str) -> Case:

@@ -2,7 +2,7 @@
 
 The machine draws events from a small world (few requests, jobs, loads, transfers, ranks and blocks), so that they
 meet. Some rules steer: they draw what a connector would do next, so that the depths of the book are reached. What must
-hold is computed here from the book and from what was accepted, with no code of `ledger.state`.
+hold is computed here from the book and from what was accepted, with no code of `ledger.state.apply`.
 """
 
 import re
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ledger import events as ev
 from ledger.blocks import to_ranges
 from ledger.errors import Refused
-from ledger.state import Book, State
+from ledger.state.apply import Book, State
 
 REQUESTS = st.sampled_from(("a", "b", "c"))
 GENERATIONS = st.integers(1, 3)

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from ledger import events as ev
-from ledger.join import join
-from ledger.replay import replay
+from ledger.replay.fold import replay
+from ledger.replay.join import join
 from tools.sim.pd import plan as pl
 from tools.sim.pd.canaries import CANARIES, canary
 from tools.sim.pd.run import Result, Run, World

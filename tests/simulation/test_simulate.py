@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ledger.reader import open_log
-from ledger.state import State
+from ledger.file.read import open_log
+from ledger.state.apply import State
 from tools.sim import plan as pl
 from tools.sim.shrink import shrink
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from ledger import events as ev
-from ledger import schema
-from ledger.log import Log
-from ledger.state import State
-from ledger.writer import Writer
+from ledger.file import schema
+from ledger.live.log import Log
+from ledger.live.writer import Writer
+from ledger.state.apply import State
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,9 +99,9 @@ WRITE_UNTIL_KILLED = """
 import signal, sys
 from pathlib import Path
 from ledger import events as ev
-from ledger import schema
+from ledger.file import schema
 from tests.unit.log_files import append_requests, new_log
-from ledger.writer import Writer
+from ledger.live.writer import Writer
 
 log = new_log()
 writer = Writer(log, Path(sys.argv[1]), engine="test-engine", boot="boot-1", flush_interval_ms=1)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ledger import cli
 from ledger.browse import server
+from ledger.cli import commands as cli
 from ledger.errors import LedgerNotWritable
-from ledger.seal import seal, verify
+from ledger.file.seal import seal, verify
 from tests.browsed import eventful, eventful_log
 from tests.unit.log_files import append_requests, small_disk, torn_log, writing
 
@@ -28,7 +28,7 @@ def browsing(path: Path, temporary: Path, *options: str) -> Generator[tuple[subp
     """The command as a user runs it, and the address that it prints."""
     temporary.mkdir(exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "ledger.cli", "browse", str(path), *options],
+        [sys.executable, "-m", "ledger", "browse", str(path), *options],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -16,15 +16,15 @@ from datasette.plugins import pm
 from hypothesis import given
 
 from ledger import events as ev
-from ledger import schema
 from ledger.browse import pages, plugin, server, tables
 from ledger.browse.cells import Links, cell, describe
 from ledger.browse.extras import BlockRanges
 from ledger.browse.queries import QUERIES
 from ledger.browse.timeline import MOST_INTERVALS, Timeline
 from ledger.codes import CODES
-from ledger.replay import Replay
-from ledger.seal import seal
+from ledger.file import schema
+from ledger.file.seal import seal
+from ledger.replay.fold import Replay
 from tests.browsed import FAILED_LOAD, HANGING_JOB, NASTY, PUT_JOB, eventful, eventful_log
 from tests.incidents.script import Script
 from tests.strategies import events

@@ -17,12 +17,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ledger import __version__, cli
-from ledger.case import Moment
+from ledger import __version__
+from ledger.cli import commands as cli
 from ledger.demo import incidents
-from ledger.layout import WIDTH
-from ledger.verdicts import PUBLIC_FIELDS
-from ledger.writer import Database
+from ledger.live.writer import Database
+from ledger.replay.case import Moment
+from ledger.report.layout import WIDTH
+from ledger.verdicts.base import PUBLIC_FIELDS
 from tests.incidents.script import Script, save
 from tests.unit.log_files import changed
 
@@ -194,7 +195,7 @@ def test_a_fault_of_our_own_is_one_line_too(
     def fault(*_: object, **__: object) -> None:
         raise RuntimeError("one\ntwo")
 
-    monkeypatch.setattr("ledger.case.replay_files", fault)
+    monkeypatch.setattr("ledger.replay.case.replay_files", fault)
     assert cli.run(["replay", good]) == 3
     assert capsys.readouterr().err == (
         "kvledger: a fault of kvledger: RuntimeError: one two. Report it, with what KVLEDGER_TRACEBACK=1 shows.\n"
@@ -205,7 +206,7 @@ def test_an_interrupt_is_one_line(good: str, monkeypatch: pytest.MonkeyPatch, ca
     def interrupt(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("ledger.case.replay_files", interrupt)
+    monkeypatch.setattr("ledger.replay.case.replay_files", interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     try:
         assert cli.run(["replay", good]) == 130
@@ -534,7 +535,7 @@ def test_a_disk_that_fills_up_leaves_no_cut_file_and_is_told_with_the_folder(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     # A fake at the last step, when all is written: a small disk of its own takes the rights of root.
-    monkeypatch.setattr("ledger.sqlite.publish", full)
+    monkeypatch.setattr("ledger.file.sqlite.publish", full)
     folder = tmp_path / "full"
     folder.mkdir()
     assert cli.run([*arguments, bad, "-o", str(folder / "new")]) == 2

@@ -12,9 +12,9 @@ import pytest
 
 from connector.evidence import SEND_TIMEOUT_MS, EvidenceAddress, EvidenceReceiver, EvidenceSender, evidence_address
 from ledger import events as ev
-from ledger.log import Log
+from ledger.live.log import Log
 from ledger.settings import parse
-from ledger.state import State
+from ledger.state.apply import State
 from tests.unit.log_files import logged
 
 WAIT_S = 20.0

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ledger.incidents import CERTAINTIES, Incident, gravest, grouped
-from ledger.verdicts import Finding
+from ledger.replay.incidents import CERTAINTIES, Incident, gravest, grouped
+from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS
 from tests.incidents.score import replay_together
 

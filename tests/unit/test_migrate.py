@@ -12,9 +12,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from ledger import migrate, schema, sqlite
 from ledger.errors import FileNewer
-from ledger.reader import open_log
+from ledger.file import migrate, schema, sqlite
+from ledger.file.read import open_log
 from tests.unit.log_files import ROOT, closed_log, contents
 
 LINES = {"log": migrate.LOG, "sealed": migrate.SEALED}
@@ -148,7 +148,7 @@ def test_revisions_are_found_in_a_checkout_and_in_an_installed_package(tmp_path,
     package = tmp_path / "100% site" / "ledger"
     package.mkdir(parents=True)
     shutil.copytree(ROOT / "migrations", package / "migrations")
-    monkeypatch.setattr(migrate, "__file__", str(package / "migrate.py"))
+    monkeypatch.setattr(migrate, "__file__", str(package / "file" / "migrate.py"))
     assert migrate.scripts_path() == package / "migrations"
     made(tmp_path / "a.db", migrate.SEALED)
 

@@ -25,7 +25,7 @@ from connector.pd_reports import (
 from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.errors import InvariantViolation
-from ledger.state import State
+from ledger.state.apply import State
 from tools.plain_scheduler import BLOCK_SIZE, PlainScheduler
 
 NAME = "KVLedgerMooncakeConnector"

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger import events as ev
-from ledger import reader, schema, sqlite
 from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, NotALedger
-from ledger.reader import open_log
-from ledger.writer import Database
+from ledger.file import read as reader
+from ledger.file import schema, sqlite
+from ledger.file.read import open_log
+from ledger.live.writer import Database
 from tests.unit.log_files import (
     append_requests,
     append_transfers,

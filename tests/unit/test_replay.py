@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from ledger import events as ev
-from ledger.case import Interest, Moment, Watch, state_at
 from ledger.errors import Refused
-from ledger.replay import CHUNK_EVENTS, Replay, replay, until
-from ledger.state import State
-from ledger.trail import EXACT_NS, KEPT_TIMES, Times, Trail
-from ledger.verdicts import Verdict, all_verdicts
+from ledger.replay.case import Interest, Moment, Watch, state_at
+from ledger.replay.fold import CHUNK_EVENTS, Replay, replay, until
+from ledger.state.apply import State
+from ledger.verdicts import all_verdicts
+from ledger.verdicts.base import Verdict
+from ledger.verdicts.history import EXACT_NS, KEPT_TIMES, Times, Trail
 from tests.incidents.script import START_TS_NS, Script
 
 

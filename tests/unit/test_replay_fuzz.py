@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger import events as ev
-from ledger import report, report_data
-from ledger.case import Case, Interest, LogResult, Watch
-from ledger.join import join
-from ledger.questions import blame, why
-from ledger.replay import Replay
+from ledger.queries.questions import blame, why
+from ledger.replay.case import Case, Interest, LogResult, Watch
+from ledger.replay.fold import Replay
+from ledger.replay.join import join
+from ledger.report import data as report_data
+from ledger.report import page as report
 from tests.incidents.corpus import INCIDENTS
 
 LOGS = [events for incident in INCIDENTS for events in incident.logs().values()]

@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ledger import cli
 from ledger import events as ev
-from ledger.join import join
-from ledger.replay import Result, replay
-from ledger.state import State
+from ledger.cli import commands as cli
+from ledger.replay.fold import Result, replay
+from ledger.replay.join import join
+from ledger.state.apply import State
 from tests.incidents.corpus import INCIDENTS
 from tests.incidents.script import Script
 

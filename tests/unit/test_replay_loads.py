@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from ledger import events as ev
-from ledger.replay import Replay, Result, replay
-from ledger.verdicts import Finding
+from ledger.replay.fold import Replay, Result, replay
+from ledger.verdicts.base import Finding
 from ledger.verdicts.retry_loop import RetryLoop
 from tests.incidents.script import Script
 

@@ -6,17 +6,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ledger import cli, words
 from ledger import events as ev
-from ledger.blast import BlastRadius, blast_radius
-from ledger.case import Interest, Watch, replay_files
-from ledger.minimize import minimize
-from ledger.questions import blame, diff, why
-from ledger.reader import open_log
-from ledger.replay import replay
-from ledger.seal import seal
-from ledger.state import State
-from ledger.writer import Database
+from ledger import words
+from ledger.cli import commands as cli
+from ledger.file.read import open_log
+from ledger.file.seal import seal
+from ledger.live.writer import Database
+from ledger.queries.blast_radius import BlastRadius, blast_radius
+from ledger.queries.minimize import minimize
+from ledger.queries.questions import blame, diff, why
+from ledger.replay.case import Interest, Watch, replay_files
+from ledger.replay.fold import replay
+from ledger.state.apply import State
 from tests.incidents.corpus import INCIDENTS, keys
 from tests.incidents.script import Script, save
 from tests.unit.log_files import changed

@@ -7,11 +7,12 @@ import pytest
 
 from ledger import events as ev
 from ledger.errors import Refused
-from ledger.incidents import grouped
-from ledger.replay import Replay, Result, replay
-from ledger.state import State
-from ledger.trail import KEPT_OVER
-from ledger.verdicts import Finding, poison
+from ledger.replay.fold import Replay, Result, replay
+from ledger.replay.incidents import grouped
+from ledger.state.apply import State
+from ledger.verdicts import poison
+from ledger.verdicts.base import Finding
+from ledger.verdicts.history import KEPT_OVER
 from ledger.verdicts.poison import Poison
 from tests.incidents.script import Script
 

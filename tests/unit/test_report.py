@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ledger import report, report_data
-from ledger.case import Case, Moment, replay_files
 from ledger.codes import CODES
-from ledger.incidents import gravest
-from ledger.layout import Page
-from ledger.story import Durations
+from ledger.replay.case import Case, Moment, replay_files
+from ledger.replay.incidents import gravest
+from ledger.replay.stats import Durations
+from ledger.report import data as report_data
+from ledger.report import page as report
+from ledger.report.layout import Page
 from tests.incidents.corpus import INCIDENTS
 from tests.incidents.script import Script, save
 

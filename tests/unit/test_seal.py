@@ -8,10 +8,10 @@ import sqlite3
 import pytest
 
 from ledger import events as ev
-from ledger import migrate, schema, sqlite
 from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, LedgerNotWritable
-from ledger.reader import open_log
-from ledger.seal import KEPT_PROBLEMS, seal, verify
+from ledger.file import migrate, schema, sqlite
+from ledger.file.read import open_log
+from ledger.file.seal import KEPT_PROBLEMS, seal, verify
 from tests.unit.log_files import (
     append_requests,
     append_work,

@@ -9,7 +9,7 @@ from connector.worker_meta import JobReport, LoadReport
 from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.errors import InvariantViolation, SettingsError
-from ledger.state import State
+from ledger.state.apply import State
 from tests.unit.log_files import logged
 from tools.plain_scheduler import BLOCK_SIZE, PlainScheduler, jobs_of
 

@@ -1,7 +1,7 @@
 """The summary tables of a sealed file, as far as other tests do not hold them: one row for each call of a transfer."""
 
 from ledger import events as ev
-from ledger.summary import Summary, TransferRow
+from ledger.file.summary import Summary, TransferRow
 
 
 def calls(*events: tuple[type[ev.Event], dict]) -> list[TransferRow]:

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackDescriptor, TrackEvent
 
-from ledger import cli
 from ledger import events as ev
-from ledger.axis import axis
-from ledger.canvas import Entry, Track
+from ledger.cli import commands as cli
 from ledger.demo import incidents
-from ledger.picture import Picture
-from ledger.replay import replay
-from ledger.state import State
-from ledger.trace import write_trace
+from ledger.replay.fold import replay
+from ledger.state.apply import State
+from ledger.trace.builder import Picture
+from ledger.trace.clock import axis
+from ledger.trace.perfetto import write_trace
+from ledger.trace.tracks import Entry, Track
 from tests.incidents.corpus import INCIDENTS, Incident
 from tests.incidents.script import Script, save
 from tests.unit.log_files import read_only, small_disk
@@ -478,7 +478,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     # A fake at the last step, when all is written: a small disk of its own takes the rights of root, as below.
-    monkeypatch.setattr("ledger.sqlite.publish", full)
+    monkeypatch.setattr("ledger.file.sqlite.publish", full)
     folder = tmp_path / "full"
     folder.mkdir()
     assert cli.run(["trace", log, "-o", str(folder / "new")]) == 2
@@ -525,7 +525,8 @@ def test_without_the_package_one_line_says_what_to_install(
 
 
 def test_nothing_else_imports_the_package():
-    code = "import sys, ledger.cli, ledger.trace, ledger.case; sys.exit('perfetto' in sys.modules)"
+    modules = "ledger.cli.commands, ledger.trace.perfetto, ledger.replay.case"
+    code = f"import sys, {modules}; sys.exit('perfetto' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger import events as ev
-from ledger import schema, sqlite
 from ledger.errors import LedgerNotWritable
-from ledger.reader import open_log
-from ledger.state import Book, State
-from ledger.writer import Database, Writer, log_path
+from ledger.file import schema, sqlite
+from ledger.file.read import open_log
+from ledger.live.writer import Database, Writer, log_path
+from ledger.state.apply import Book, State
 from tests import strategies
 from tests.unit.log_files import (
     ROOT,
@@ -126,7 +126,8 @@ def test_a_log_is_named_after_its_engine_and_stays_in_its_folder(tmp_path, engin
 
 
 def test_a_process_that_does_not_write_does_not_load_alembic():
-    look = "import sys, ledger.writer, ledger.reader, ledger.seal; print({'sqlalchemy', 'alembic'} & set(sys.modules))"
+    modules = "ledger.live.writer, ledger.file.read, ledger.file.seal"
+    look = f"import sys, {modules}; print({{'sqlalchemy', 'alembic'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -171,7 +172,7 @@ def test_a_log_that_was_flushed_and_not_closed_is_torn_and_complete(tmp_path):
 import sys
 from pathlib import Path
 from tests.unit.log_files import append_requests, new_log
-from ledger.writer import Writer
+from ledger.live.writer import Writer
 import atexit
 log = new_log()
 writer = Writer(log, Path(sys.argv[1]), flush_interval_ms=60_000)
@@ -270,7 +271,7 @@ def test_a_limit_on_file_size_is_survived_like_a_full_disk(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from ledger import events as ev
-from ledger.reader import open_log
+from ledger.file.read import open_log
 from tests.unit.log_files import append_requests, logged, new_log, writing
 
 path = Path(sys.argv[1])

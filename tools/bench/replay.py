@@ -103,7 +103,7 @@ def grown_mb() -> float:
 
 
 def measure_fold(events: int, verdicts: bool) -> dict[str, object]:
-    from ledger.replay import Replay
+    from ledger.replay.fold import Replay
     from ledger.verdicts import all_verdicts
 
     replay = Replay(all_verdicts() if verdicts else ())
@@ -132,8 +132,8 @@ def measure_fold(events: int, verdicts: bool) -> dict[str, object]:
 def measure_file(events: int) -> dict[str, object]:
     import msgspec
 
-    from ledger.case import replay_files
-    from ledger.writer import Database
+    from ledger.live.writer import Database
+    from ledger.replay.case import replay_files
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.db"

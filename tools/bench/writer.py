@@ -10,7 +10,7 @@ falls on all of them:
     busy     rows a second while another thread never rests, and how long that thread stood still: the longest stall
              within a batch, the median over all batches, and the longest of all
     nobody   the same busy thread while nothing is written, looked at every 10 ms: what the machine alone does to it
-    writer   `ledger.writer.Writer` on a log to which the busy thread appends as fast as it can, looked at likewise
+    writer   `ledger.live.writer.Writer` on a log to which the busy thread appends as fast as it can, looked at likewise
 
 Figures while busy mean something on a machine that is otherwise at rest: compare with the line `nobody`.
 
@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import msgspec
 
 from ledger import events as ev
-from ledger import migrate, schema, sqlite
-from ledger.log import Log
-from ledger.state import State
-from ledger.writer import Writer
+from ledger.file import migrate, schema, sqlite
+from ledger.live.log import Log
+from ledger.live.writer import Writer
+from ledger.state.apply import State
 
 ENCODER = msgspec.json.Encoder()
 COLUMNS = (*schema.EXTRACTED, "kind", "data")
@@ -95,7 +95,7 @@ class Way:
 
 
 def one_statement(connection: sqlite3.Connection, batch: list[ev.Event]) -> None:
-    """Write as `ledger.writer` does."""
+    """Write as `ledger.live.writer` does."""
     connection.execute(schema.APPEND, (ENCODER.encode(batch),))
 
 

@@ -10,7 +10,7 @@ vLLM's scheduler and the plugin's code are real; workers, GPU memory and store a
     company    another connector beside the plugin, under vLLM's MultiConnector
     engine     vLLM's scheduler with the plugin attached, stepped as vLLM's engine core steps it
     client     who sends, aborts and sends again, as the plan says
-    checks     what must hold after every step, and at the end; shares nothing with `ledger.state`
+    checks     what must hold after every step, and at the end; shares nothing with `ledger.state.apply`
     canaries   known mistakes, switched on here and nowhere else, to prove that the checks can fail
     run        one run from a plan to a result
     shrink     the smallest plan that still fails

@@ -34,7 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.worker_meta import LedgerWorkerMetadata
-from ledger.log import Log
+from ledger.live.log import Log
 from tools.sim.clock import Clock
 from tools.sim.feed import Feed
 from tools.sim.memory import shown

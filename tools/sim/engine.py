@@ -51,9 +51,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.books import Books
 from connector.store_connector import KVLedgerStoreConnector
-from ledger.log import Log
+from ledger.live.log import Log
 from ledger.settings import Settings
-from ledger.state import State
+from ledger.state.apply import State
 from tools.sim import plan as pl
 from tools.sim.clock import STEP_NS, Clock
 from tools.sim.company import OtherWorker

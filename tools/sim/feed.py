@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from ledger import events as ev
-from ledger.log import Log
-from ledger.state import State
+from ledger.live.log import Log
+from ledger.state.apply import State
 
 DRAIN_LIMIT = 1 << 30
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ledger import events as ev
-from ledger.log import Log
-from ledger.state import State
-from ledger.writer import Writer
+from ledger.live.log import Log
+from ledger.live.writer import Writer
+from ledger.state.apply import State
 
 W = TypeVar("W")
 R = TypeVar("R")

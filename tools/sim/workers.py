@@ -32,7 +32,7 @@ from connector.load_thread import RunningLoad
 from connector.store_worker import LedgerStoreWorker
 from connector.worker_meta import JobReport, LoadReport
 from ledger import events as ev
-from ledger.log import Log
+from ledger.live.log import Log
 from ledger.settings import Settings
 from tools.sim.checks import load_number
 from tools.sim.clock import STEP_NS, Call, Clock, getcurrent

@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from ledger import events as ev
 from ledger.blocks import expand
-from ledger.state import State
+from ledger.state.apply import State
 from tools.sim.clock import Clock
 from tools.sim.pd.engine import Engine
 

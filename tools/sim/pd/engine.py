@@ -36,9 +36,9 @@ from connector.failures import FailureLog
 from connector.pd_desk import Evidence
 from connector.pd_worker import LedgerMooncakeWorker
 from ledger import settings as ledger_settings
-from ledger.log import Log
+from ledger.live.log import Log
 from ledger.settings import Settings
-from ledger.state import State
+from ledger.state.apply import State
 from tools.sim import engine as store_engine
 from tools.sim.clock import Clock
 from tools.sim.pd import plan as pl

@@ -1,0 +1,5 @@
+"""The command line.
+
+commands   parses, calls the library, prints
+terminal   streams, widths, progress, and what is said of an error
+"""

@@ -1,0 +1,1 @@
+"""What a replay says, for a person and for a program."""

@@ -1,0 +1,125 @@
+"""What an incident means for those who use the engine: whose answers, whose time, which blocks, and whether it goes on.
+
+The findings say what became of requests; what is held is read from the books as they are at the end of the logs. Pure:
+from results to text. This file knows the case, and prints nothing.
+"""
+
+import re
+from collections.abc import Iterator
+
+from ledger import words
+from ledger.blocks import numbers
+from ledger.replay.case import Case
+from ledger.replay.incidents import FREED, WRONG_KV, Incident
+
+DEALT_WITH = ("evicted_before_load", "load_failed", "lost_store", "retry_loop")
+"""Kinds that end with each load; whether the next one goes well is another matter."""
+
+NOT_OVER = (*DEALT_WITH, *WRONG_KV, "missing_ranks", "stall")
+"""Kinds of which it cannot be said that they are over because nothing is held any more."""
+
+COUNTED_WRONG = ("over_report", "stale_completion")
+
+
+def impact(incident: Incident, case: Case) -> str:
+    """Return who suffers from an incident and how, and whether it was over when the logs ended."""
+    told: dict[str, None] = {}
+    for place in (incident.head, *(place for place in incident.members if place != incident.head)):
+        index, finding = case.findings[place]
+        where = f" (engine {engine(case, index)})" if index != case.findings[incident.head][0] else ""
+        told.update(dict.fromkeys(f"{clause}{where}" for clause in finding.impact))
+    held = list(_held(incident, case))
+    told.update(dict.fromkeys(_stored(incident, case)))
+    told = dict.fromkeys(_together(list(told)))
+    if not told:
+        told["no request is seen to suffer from it"] = None
+    if held:
+        told.update(dict.fromkeys(held))
+    elif _is_over(incident, case):
+        told["it is over: nothing of it is open at the end"] = None
+    return "; ".join(told)
+
+
+_ANSWER = re.compile(
+    r"the answer of request (?P<who>\S+), which loaded these keys, (?P<how>is unreliable|may be wrong)"
+)
+
+
+def _together(clauses: list[str]) -> Iterator[str]:
+    """Yield clauses, those that say the same of one request each as one, where the first of them stood."""
+    alike: dict[str, list[str]] = {}
+    for clause in clauses:
+        if found := _ANSWER.fullmatch(clause):
+            alike.setdefault(found["how"], []).append(found["who"])
+    for clause in clauses:
+        found = _ANSWER.fullmatch(clause)
+        who = alike.pop(found["how"], []) if found else []
+        if len(who) > 1:
+            how = "are unreliable" if found and found["how"] == "is unreliable" else "may be wrong"
+            yield f"the answers of {len(who)} requests ({words.listed(who)}), which loaded such keys, {how}"
+        elif who or not found:
+            yield clause
+
+
+def engine(case: Case, index: int) -> str:
+    """Return the name of the engine that wrote a log, or of the file if the log does not say.
+
+    Where logs of several boots of one engine are told together, the boot is part of it.
+    """
+    names = [log.result.opened.engine if log.result.opened is not None else log.path.name for log in case.logs]
+    opened = case.logs[index].result.opened
+    boot = f", boot {opened.boot}" if opened is not None and names.count(names[index]) > 1 else ""
+    return f"{names[index]}{boot}"
+
+
+def _held(incident: Incident, case: Case) -> Iterator[str]:
+    """Yield how many blocks its jobs, loads and transfers hold, for each engine."""
+    for index, log in enumerate(case.logs):
+        end = log.result.end
+        blocks = _blocks(incident, case, index)
+        if end is None or not blocks:
+            continue
+        opened = log.result.opened
+        pool = f" of {opened.num_blocks - 1:,}" if opened is not None and opened.num_blocks else ""
+        where = f" of engine {engine(case, index)}" if len(case.logs) > 1 else ""
+        one = len(blocks) == 1 and not pool
+        when = {
+            "closed": f"{'was' if one else 'were'} still held when the engine shut down",
+            "torn": f"{'was' if one else 'were'} held when the log ends",
+            "live": f"{'is' if one else 'are'} held now",
+        }.get(end.how, f"{'was' if one else 'were'} held then")
+        yield f"{len(blocks):,}{pool} block{'' if one else 's'}{where} {when}"
+
+
+def _blocks(incident: Incident, case: Case, index: int) -> set[int]:
+    """Return the blocks of a log that the incident's open work holds, but for those that were given away."""
+    book = case.logs[index].result.state.book
+    own = [case.findings[place][1] for place in incident.members if case.findings[place][0] == index]
+    lost = [finding for finding in own if finding.kind in (*FREED, "poison")]
+    jobs = {job for each in own for job in each.jobs} - {job for each in lost for job in each.jobs}
+    loads = {load for each in own for load in each.loads} - {load for each in lost for load in each.loads}
+    moved = {name for each in own for name in each.transfers} - {name for each in lost for name in each.transfers}
+    found = [book.jobs[job].blocks for job in jobs if job in book.jobs]
+    found += [book.loads[load].blocks for load in loads if load in book.loads]
+    transfers = (*book.sends.values(), *book.recvs.values())
+    found += [each.blocks for each in transfers if each.transfer in moved]
+    return {block for blocks in found for block in numbers(blocks)}
+
+
+def _stored(incident: Incident, case: Case) -> Iterator[str]:
+    """Yield that what was stored is sound, where a report was counted for the wrong job and no block changed hands."""
+    for index in {case.findings[place][0] for place in incident.members}:
+        kinds = {finding.kind for log, finding in case.findings if log == index}
+        own = {case.findings[place][1].kind for place in incident.members if case.findings[place][0] == index}
+        trail = case.logs[index].result.trail
+        if own.isdisjoint(COUNTED_WRONG) or kinds & {"poison", *FREED} or trail.gaps or not trail.evidence_is_on():
+            continue
+        yield "no block changed its owner under a put: what was stored is sound, as far as this log goes"
+
+
+def _is_over(incident: Incident, case: Case) -> bool:
+    told = [case.findings[place] for place in incident.members]
+    if any(finding.kind in NOT_OVER or finding.facts.get("tainted") for _, finding in told):
+        return False
+    ends = [case.logs[index].result.end for index, _ in told]
+    return all(end is not None and end.how == "closed" for end in ends)

@@ -1,0 +1,314 @@
+"""The P/D part of the book: what a prefill engine sends, what a decode engine receives, and the rules of both.
+
+A *send* holds a finished request's blocks until every rank has pushed them or has given up waiting. A *recv* holds the
+blocks that the workers of a prefill engine write into, until none of them may write any more. A failure of a recv is
+sticky, and it frees nothing: blocks go back when the last peer has settled, and not before. Freed on the first failure,
+they are given to another request while a sibling still writes into them.
+
+Sends and recvs are found by request: vLLM has at most one of each open for a request. Rules are functions of the state
+and one event; they are registered in `ledger.state`, and refuse an event before they change anything. This file knows
+events and block lists.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
+
+from ledger import events as ev
+from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, spoken, to_ranges
+from ledger.errors import Refused
+
+if TYPE_CHECKING:
+    from ledger.state.apply import State
+
+KNOWN_PREFILLS = 64
+"""Prefill engines whose workers are remembered. A decode engine talks to a few at a time; each restart is a new one."""
+
+SendPhase: TypeAlias = Literal["registered", "ready", "sending"]
+
+
+class Send(msgspec.Struct):
+    """A transfer to a decode engine, from its registration until it is settled or has expired."""
+
+    transfer: str
+    generation: int
+    since_seq: int
+    since_mono_ns: int
+    ranks: tuple[int, ...]
+    waiting: tuple[int, ...]
+    """Ranks that have not reported, lowest first."""
+    phase: SendPhase = "registered"
+    outcomes: dict[int, str] = {}
+    blocks: Blocks = ()
+    """What is held for the transfer; empty until it is ready."""
+    timeout_ns: int = 0
+    pushes: int = 0
+    quarantined: bool = False
+    suspected: bool = False
+
+
+class Recv(msgspec.Struct):
+    """A transfer from a prefill engine, from its registration until it is settled."""
+
+    transfer: str
+    generation: int
+    since_seq: int
+    since_mono_ns: int
+    blocks: Blocks
+    ranks: tuple[int, ...]
+    unnamed: tuple[int, ...]
+    """Ranks that have not said yet which peers will write into their blocks, lowest first."""
+    waiting: tuple[tuple[int, str], ...] = ()
+    """Rank and peer of those that may still write."""
+    outcomes: tuple[tuple[int, str, str], ...] = ()
+    """Rank, peer and outcome of those that have settled, in that order."""
+    prefill: str = ""
+    timeout_ns: int = 0
+    failed: bool = False
+    recovered: str = ""
+    """What became of the request of a failed recv, once that is known."""
+    quarantined: bool = False
+    suspected: bool = False
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Return the ranks for which somebody may still write, lowest first."""
+        return tuple(sorted({*self.unnamed, *(rank for rank, _ in self.waiting)}))
+
+
+# --- sends ----------------------------------------------------------------------------------------------------------
+
+
+def _send_registered(state: "State", event: ev.SendRegistered) -> None:
+    sends = state.book.sends
+    if event.request in sends:
+        other = sends[event.request].transfer
+        raise Refused("send_still_open", f"request {event.request} registers {event.transfer} while {other} is open")
+    ranks = tuple(from_ranges(event.ranks))
+    if not ranks:
+        raise Refused("send_without_ranks", f"transfer {event.transfer} names no rank that could ever report")
+    sends[event.request] = Send(event.transfer, event.generation, event.seq, event.mono_ns, ranks, ranks)
+
+
+def _send_ready(state: "State", event: ev.SendReady) -> None:
+    send = _send(state, event)
+    if send.phase != "registered":
+        raise Refused("send_ready_twice", f"transfer {event.transfer} of request {event.request} was ready before")
+    _no_null_block(event)
+    state.hold(event.blocks)
+    send.phase = "ready"
+    send.generation = event.generation
+    send.blocks = event.blocks
+    send.timeout_ns = event.timeout_ns
+    send.since_seq = event.seq
+    send.since_mono_ns = event.mono_ns
+
+
+def _send_started(state: "State", event: ev.SendStarted) -> None:
+    send = _send(state, event)
+    if send.phase == "registered":
+        raise Refused("sent_before_ready", f"rank {event.rank} pushes transfer {event.transfer} before it is ready")
+    _expects(send, event)
+    send.phase = "sending"
+    send.pushes += 1
+
+
+def _rank_sent(state: "State", event: ev.RankSent) -> None:
+    send = _send(state, event)
+    if send.phase == "registered":
+        raise Refused("sent_before_ready", f"rank {event.rank} reports transfer {event.transfer} before it is ready")
+    _expects(send, event)
+    send.waiting = tuple([rank for rank in send.waiting if rank != event.rank])
+    send.outcomes[event.rank] = event.outcome
+
+
+def _send_settled(state: "State", event: ev.SendSettled) -> None:
+    send = _send(state, event)
+    _not_quarantined(send, event)
+    if event.outcome == "withdrawn":
+        if send.phase != "registered":
+            raise Refused("withdrawn_late", f"transfer {event.transfer} is ready, so ranks may read its blocks")
+    else:
+        _all_reported(send, event)
+        if "expired" in send.outcomes.values():
+            raise Refused("send_not_served", f"transfer {event.transfer} cannot settle as sent: a rank waited in vain")
+    state.let_go(send.blocks)
+    del state.book.sends[event.request]
+
+
+def _send_expired(state: "State", event: ev.SendExpired) -> None:
+    send = _send(state, event)
+    _not_quarantined(send, event)
+    _all_reported(send, event)
+    expired = to_ranges([rank for rank in send.ranks if send.outcomes[rank] == "expired"])
+    if not expired or event.expired_ranks != expired:
+        raise Refused("send_not_expired", f"transfer {event.transfer} expired on ranks {expired}, not as it is said")
+    state.let_go(send.blocks)
+    del state.book.sends[event.request]
+
+
+def _all_reported(send: Send, event: ev.SendSettled | ev.SendExpired) -> None:
+    if send.phase == "registered":
+        raise Refused("sent_before_ready", f"transfer {event.transfer} cannot be over before it is ready")
+    if send.waiting:
+        missing = spoken(send.waiting)
+        raise Refused(
+            "send_over_early", f"transfer {event.transfer} is not over while ranks {missing} may read its blocks"
+        )
+
+
+def _expects(send: Send, event: ev.SendStarted | ev.RankSent) -> None:
+    if event.rank in send.waiting:
+        return
+    if event.rank in send.outcomes:
+        raise Refused("rank_sent_twice", f"rank {event.rank} had finished with transfer {event.transfer} before")
+    raise Refused("unexpected_rank", f"rank {event.rank} is not one of those of transfer {event.transfer}")
+
+
+# --- recvs ----------------------------------------------------------------------------------------------------------
+
+
+def _recv_registered(state: "State", event: ev.RecvRegistered) -> None:
+    book = state.book
+    if event.request in book.recvs:
+        other = book.recvs[event.request].transfer
+        raise Refused("recv_still_open", f"request {event.request} registers {event.transfer} while {other} is open")
+    ranks = tuple(from_ranges(event.ranks))
+    if not ranks:
+        raise Refused("recv_without_ranks", f"transfer {event.transfer} names no rank that could ever ask")
+    _no_null_block(event)
+    book.recvs[event.request] = Recv(
+        event.transfer,
+        event.generation,
+        event.seq,
+        event.mono_ns,
+        event.blocks,
+        ranks,
+        ranks,
+        prefill=event.prefill,
+        timeout_ns=event.timeout_ns,
+    )
+    state.hold(event.blocks)
+    record = book.requests.get(event.request)
+    if event.blocks and record is not None and record.generation == event.generation:
+        record.state = "loading"
+        record.since_seq = event.seq
+
+
+def _peers_named(state: "State", event: ev.PeersNamed) -> None:
+    recv = _recv(state, event)
+    if event.rank not in recv.unnamed:
+        raise Refused("peers_named_twice", f"rank {event.rank} had named the peers of transfer {event.transfer} before")
+    if not event.peers or len(set(event.peers)) != len(event.peers):
+        raise Refused("peers_not_named", f"rank {event.rank} names no peer of transfer {event.transfer}, or one twice")
+    recv.unnamed = tuple([rank for rank in recv.unnamed if rank != event.rank])
+    recv.waiting = (*recv.waiting, *((event.rank, peer) for peer in event.peers))
+    prefills = state.book.prefills
+    if recv.prefill:
+        prefills.setdefault(recv.prefill, {})[event.rank] = event.peers
+        while len(prefills) > KNOWN_PREFILLS:
+            del prefills[next(iter(prefills))]
+
+
+def _peer_settled(state: "State", event: ev.PeerSettled) -> None:
+    recv = _recv(state, event)
+    if not event.peer:
+        if event.rank not in recv.unnamed:
+            raise Refused(
+                "peer_not_named", f"rank {event.rank} settles transfer {event.transfer} without naming a peer"
+            )
+        if event.outcome == "ok":
+            raise Refused("loaded_from_nobody", f"rank {event.rank} loaded {event.transfer} without naming a peer")
+        recv.unnamed = tuple([rank for rank in recv.unnamed if rank != event.rank])
+    else:
+        pair = (event.rank, event.peer)
+        if pair not in recv.waiting:
+            if any((rank, peer) == pair for rank, peer, _ in recv.outcomes):
+                raise Refused("peer_settled_twice", f"{event.peer} had settled {event.transfer} for rank {event.rank}")
+            raise Refused("unexpected_peer", f"rank {event.rank} does not expect {event.peer} in {event.transfer}")
+        recv.waiting = tuple([other for other in recv.waiting if other != pair])
+    recv.outcomes = (*recv.outcomes, (event.rank, event.peer, event.outcome))
+
+
+def _recv_failed(state: "State", event: ev.RecvFailed) -> None:
+    recv = _recv(state, event)
+    if recv.failed:
+        raise Refused("recv_failed_twice", f"transfer {event.transfer} had failed before; a transfer fails once")
+    recv.failed = True
+
+
+def _recv_recovered(state: "State", event: ev.RecvRecovered) -> None:
+    recv = _recv(state, event)
+    if not recv.failed:
+        raise Refused("recovered_from_nothing", f"transfer {event.transfer} did not fail, so nothing was recovered")
+    if recv.recovered:
+        raise Refused("recovered_twice", f"request {event.request} was {recv.recovered} before")
+    recv.recovered = event.action
+
+
+def _recv_settled(state: "State", event: ev.RecvSettled) -> None:
+    recv = _recv(state, event)
+    _not_quarantined(recv, event)
+    if recv.unnamed or recv.waiting:
+        peers = ", ".join(f"{peer} for rank {rank}" for rank, peer in recv.waiting)
+        who = peers or f"the peers of ranks {spoken(recv.unnamed)}"
+        raise Refused("recv_settled_early", f"transfer {event.transfer} cannot settle while {who} may still write")
+    if (event.outcome == "failed") != recv.failed:
+        said = "failed" if recv.failed else "did not fail"
+        raise Refused("failure_is_sticky", f"transfer {event.transfer} {said}; it cannot settle as {event.outcome}")
+    if not recv.failed and any(outcome != "ok" for _, _, outcome in recv.outcomes):
+        raise Refused("unreported_failure", f"a peer failed transfer {event.transfer}, and no recv_failed says so")
+    state.let_go(recv.blocks)
+    book = state.book
+    del book.recvs[event.request]
+    record = book.requests.get(event.request)
+    if record is not None and record.state == "loading" and record.generation == recv.generation:
+        record.state = "queued"
+        record.since_seq = event.seq
+
+
+# --- common ---------------------------------------------------------------------------------------------------------
+
+_OfSend: TypeAlias = ev.SendReady | ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired
+_OfRecv: TypeAlias = ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered | ev.RecvSettled
+
+
+def _send(state: "State", event: _OfSend) -> Send:
+    send = state.book.sends.get(event.request)
+    if send is None or send.transfer != event.transfer:
+        raise Refused("unknown_send", f"request {event.request} has no open send {event.transfer}")
+    return send
+
+
+def _recv(state: "State", event: _OfRecv) -> Recv:
+    recv = state.book.recvs.get(event.request)
+    if recv is None or recv.transfer != event.transfer:
+        raise Refused("unknown_recv", f"request {event.request} has no open recv {event.transfer}")
+    return recv
+
+
+def _no_null_block(event: ev.SendReady | ev.RecvRegistered) -> None:
+    if any(block == NULL_BLOCK for _, block in expand(event.blocks)):
+        raise Refused("null_block_moved", f"transfer {event.transfer} names the null block, which backs no KV")
+
+
+def _not_quarantined(opened: Send | Recv, event: ev.SendSettled | ev.SendExpired | ev.RecvSettled) -> None:
+    if opened.quarantined:
+        raise Refused("transfer_quarantined", f"transfer {event.transfer} is quarantined: its blocks stay held")
+
+
+RULES: Mapping[type[ev.Event], Callable[["State", Any], None]] = {
+    ev.SendRegistered: _send_registered,
+    ev.SendReady: _send_ready,
+    ev.SendStarted: _send_started,
+    ev.RankSent: _rank_sent,
+    ev.SendSettled: _send_settled,
+    ev.SendExpired: _send_expired,
+    ev.RecvRegistered: _recv_registered,
+    ev.PeersNamed: _peers_named,
+    ev.PeerSettled: _peer_settled,
+    ev.RecvFailed: _recv_failed,
+    ev.RecvRecovered: _recv_recovered,
+    ev.RecvSettled: _recv_settled,
+}
+"""What each event of a transfer changes, and when it is refused."""

@@ -1,0 +1,1 @@
+"""A log drawn for the trace viewer Perfetto."""

@@ -1,0 +1,449 @@
+"""What is open, and the events that led there: the memory that verdicts share during a fold.
+
+The book (`ledger.state`) holds what the scheduler needs to go on. A verdict needs more: when a rank's call to the store
+began, what raised, what the request went through. The trail keeps exactly those events, for work that is open and
+requests that live, and drops them when the work ends. So memory grows with what is open and not with the file.
+
+This file knows events and the state. It draws no conclusions.
+"""
+
+# ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import msgspec
+
+from ledger import events as ev
+from ledger.blocks import Blocks
+from ledger.state.apply import Job, Load, State
+from ledger.state.pd import Recv, Send
+
+Chain: TypeAlias = list[ev.Event]
+"""The events of one job, load or request, in the order of the log."""
+
+KEPT_EVENTS_PER_REQUEST = 200
+"""A request that is preempted for ever must not fill memory: its first event and its newest ones are kept."""
+
+
+KEPT_OVER = 1024
+"""Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late:
+so many at least, and twice as many at most."""
+
+KEPT_TIMES = 4096
+"""Times of the scheduler that are remembered: so many at least, and twice as many at most."""
+
+EXACT_NS = 100_000_000
+"""By how much such a time may be too late, in nanoseconds, as long as it is not one of the oldest."""
+
+RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
+
+
+class Over(msgspec.Struct, frozen=True, gc=False):
+    """A job, load or transfer that has ended. It holds no container: thousands of them cost the collector nothing.
+
+    Attributes:
+        event: the event that ended it: for a job, when its blocks were freed.
+        blocks: the blocks of a load; those of a job stand in `event`.
+        began: its first event.
+        answer: the last one before it ended, as a rule the last answer of a rank or peer.
+    """
+
+    request: str
+    event: ev.JobSettled | ev.BlocksFreed | ev.LoadSettled | ev.SendSettled | ev.SendExpired | ev.RecvSettled
+    blocks: Blocks = ()
+    began: ev.Event | None = None
+    answer: ev.Event | None = None
+
+    @property
+    def told(self) -> list[ev.Event]:
+        """What is remembered of it, in the order of the log."""
+        events = {event.seq: event for event in (self.began, self.answer, self.event) if event is not None}
+        return list(events.values())
+
+
+class Times:
+    """When the log had come to a place, by the scheduler's monotonic clock.
+
+    The monotonic clocks of two hosts have nothing in common, so how long ago a rank's evidence came in is told by the
+    events of the scheduler beside it. Not all of these are kept: of events that follow each other within `EXACT_NS` the
+    first and the last, and of the oldest ones fewer. So memory is fixed, and a time is a little too late rather than
+    too early, wherever it stands in the log.
+    """
+
+    def __init__(self) -> None:
+        self._seqs: list[int] = []
+        self._mono_ns: list[int] = []
+        self._until_ns = 0
+        self._last: ev.Event | None = None
+        """The last event of the scheduler, if it is not kept."""
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def note(self, events: Sequence[ev.Event]) -> None:
+        """Take note of the next events of the log."""
+        last = self._last
+        for event in events:
+            if event.source != ev.SCHEDULER:
+                continue
+            if event.mono_ns < self._until_ns:
+                last = event
+                continue
+            for edge in (last, event) if last is not None else (event,):
+                self._seqs.append(edge.seq)
+                self._mono_ns.append(edge.mono_ns)
+            self._until_ns = event.mono_ns + EXACT_NS
+            last = None
+        self._last = last
+        if len(self._seqs) > 2 * KEPT_TIMES:
+            del self._seqs[:KEPT_TIMES:2], self._mono_ns[:KEPT_TIMES:2]
+
+    def at(self, seq: int) -> int | None:
+        """Return when the scheduler was at a place in the log or soon after it, in nanoseconds; None if it never was.
+
+        That is the time of the first of its events there that is known.
+        """
+        index = bisect_left(self._seqs, seq)
+        if index < len(self._seqs):
+            return self._mono_ns[index]
+        return self._last.mono_ns if self._last is not None and self._last.seq >= seq else None
+
+
+class Trail:
+    """The events of all open work. Fed after the state has accepted an event, and after the verdicts have seen it.
+
+    So a verdict that sees the event that ends a job still finds the job's events here, and finds it gone in the book.
+
+    Attributes:
+        jobs: by job id, from `job_registered` until the blocks are freed.
+        jobs_of: the ids of a request's open jobs, oldest first.
+        loads: by load id, from `load_planned` until `load_settled`.
+        sends, recvs: P/D transfers by request id, from their registration until they are over.
+        requests: by request id, from the first event that names it until it ends.
+        answered: by rank, the last event by which that rank answered a job or a load.
+        reported: by rank, its last report of a store job.
+        over: the jobs, loads and transfers that ended last, by `("job", "load" or "transfer", id)`.
+        ended: the requests that ended last, by their id.
+        ended_under: how the request of a job, load or recv ended that is still open, by the key of `over`. An id may
+            come back meanwhile, and end again.
+        opened: the log's first event, if the log has it.
+        closed: the event that closed the log, if it was closed.
+        gaps: all gaps of the log.
+        lost_of_file: the first of them where the file itself has lost events.
+        times: when the log had come to a place.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.jobs: dict[int, Chain] = {}
+        self.jobs_of: dict[str, list[int]] = {}
+        self.loads: dict[int, Chain] = {}
+        self.sends: dict[str, Chain] = {}
+        self.recvs: dict[str, Chain] = {}
+        self.requests: dict[str, Chain] = {}
+        self.answered: dict[int, ev.RankCompleted | ev.RankLoaded] = {}
+        self.reported: dict[int, ev.RankCompleted] = {}
+        self.opened: ev.LogOpened | None = None
+        self.closed: ev.LogClosed | None = None
+        self.gaps: list[ev.Gap] = []
+        self.lost_of_file: ev.Gap | None = None
+        self.times = Times()
+        self._restored_seq = 0
+        self.over: dict[tuple[str, int | str], Over] = {}
+        self.ended: dict[str, RequestEnd] = {}
+        self.ended_under: dict[tuple[str, int | str], RequestEnd] = {}
+        self._owners: dict[int, str] = {}
+
+    @property
+    def expected_ranks(self) -> int:
+        """How many ranks the engine has, as far as the log says."""
+        if self.opened is None:
+            return 1
+        return sum(last - first + 1 for first, last in self.opened.ranks)
+
+    def setting(self, name: str, default: float) -> float:
+        """Return a numeric setting of the engine: `log_opened` holds those that differ from their defaults."""
+        if self.opened is None:
+            return default
+        try:
+            return float(self.opened.settings.get(name, default))
+        except ValueError:
+            return default
+
+    def evidence_is_on(self) -> bool:
+        """Return whether the workers' calls to the store are recorded: asked for, and an address was free for them."""
+        asked_for = self.opened is None or self.opened.settings.get("evidence", "True") == "True"
+        return asked_for and not any(gap.origin == "workers" and gap.dropped == 0 for gap in self.gaps)
+
+    def restored_after(self, seq: int) -> bool:
+        """Return whether the book was replaced as a whole after that place, so that a gap there hides nothing of it."""
+        return self._restored_seq > seq
+
+    def follow(self, seq: int) -> None:
+        """Drop what the book does not hold, after it was replaced as a whole at `seq`, and begin what it holds anew."""
+        self._restored_seq = seq
+        book = self.state.book
+        self.jobs = {number: self.jobs.get(number, []) for number in book.jobs}
+        self.jobs_of = {}
+        self._owners = {number: job.request for number, job in book.jobs.items()}
+        for number, job in book.jobs.items():
+            self.jobs_of.setdefault(job.request, []).append(number)
+        self.loads = {number: self.loads.get(number, []) for number in book.loads}
+        self.sends = {name: self.sends.get(name, []) for name in book.sends}
+        self.recvs = {name: self.recvs.get(name, []) for name in book.recvs}
+        self.requests = {name: self.requests.get(name, []) for name in book.requests}
+        opened: set[tuple[str, int | str]] = {("job", number) for number in book.jobs}
+        opened.update(("load", number) for number in book.loads)
+        opened.update(("transfer", recv.transfer) for recv in book.recvs.values())
+        self.ended_under = {key: event for key, event in self.ended_under.items() if key in opened}
+
+    def same_life(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
+        """Return whether open work of a request belongs to the life that now has this generation, as far as is known.
+
+        An id that comes back after its request has ended begins with generation 1 again, so it counts, too, when this
+        life began and whether the request of the work has ended. Of a load the book itself says so.
+        """
+        ended = isinstance(opened, Load) and bool(opened.ended)
+        return generation == opened.generation and not ended and not self.came_later(request, opened.since_seq)
+
+    def came_later(self, request: str, seq: int) -> bool:
+        """Return whether the life that a request's id has now is known to have begun behind that place in the log."""
+        life = self.requests.get(request)
+        return bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > seq
+
+    def lost_since(self, seq: int) -> ev.Gap | None:
+        """Return the first gap behind that place in which events of the scheduler are lost; None if there is none.
+
+        A book that came again after it brings back what is open, but not what happened.
+        """
+        return next((gap for gap in self.gaps if gap.seq > seq and gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
+
+    def transfer_chain(self, event: ev.Event) -> Chain | None:
+        """Return the events of the open send or recv that an event of a P/D transfer belongs to."""
+        request = getattr(event, "request", "")
+        if isinstance(event, ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired):
+            return self.sends.get(request)
+        if isinstance(event, ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered | ev.RecvSettled):
+            return self.recvs.get(request)
+        return None
+
+    def last_end(self, request: str, job: int = -1, load: int = -1, transfer: str = "") -> list[ev.Event]:
+        """Return what is remembered of a job, load or transfer and how its request ended, in the order of the log."""
+        keys: tuple[tuple[str, int | str], ...] = (("job", job), ("load", load), ("transfer", transfer))
+        found = [event for key in keys if (over := self.over.get(key)) is not None for event in over.told]
+        if request in self.ended:
+            found.append(self.ended[request])
+        return sorted(found, key=lambda event: event.seq)
+
+    def request_of_ended_job(self, job: int) -> str:
+        """Return the request of a job that ended not long ago; empty if it is not known any more."""
+        over = self.over.get(("job", job))
+        return over.request if over is not None else ""
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def on_request_queued(self, event: ev.RequestQueued) -> None:
+        self.requests[event.request] = [event]
+
+    def _request(
+        self,
+        event: ev.RequestScheduled
+        | ev.RequestPreempted
+        | ev.RequestResumed
+        | ev.LookupAnswered
+        | ev.LookupDeferred
+        | ev.LookupSuppressed
+        | ev.LoadRecovered,
+    ) -> None:
+        chain = self.requests.get(event.request)
+        if chain is None:
+            self.requests[event.request] = [event]
+            return
+        chain.append(event)
+        if len(chain) > KEPT_EVENTS_PER_REQUEST:
+            del chain[1 : KEPT_EVENTS_PER_REQUEST // 2]
+
+    on_request_scheduled = on_request_preempted = on_request_resumed = _request
+    on_lookup_answered = on_lookup_deferred = on_lookup_suppressed = _request
+
+    def on_load_recovered(self, event: ev.LoadRecovered) -> None:
+        if event.request in self.requests:
+            self._request(event)
+
+    def _request_ended(self, event: RequestEnd) -> None:
+        self.requests.pop(event.request, None)
+        for job in self.jobs_of.get(event.request, ()):
+            self.ended_under.setdefault(("job", job), event)
+        book = self.state.book
+        load, recv = book.loading.get(event.request), book.recvs.get(event.request)
+        if load is not None:
+            self.ended_under.setdefault(("load", load), event)
+        if recv is not None:
+            self.ended_under.setdefault(("transfer", recv.transfer), event)
+        ended = self.ended
+        ended[event.request] = event
+        forget_oldest(ended)
+
+    on_request_finished = on_request_aborted = _request_ended
+
+    # --- store jobs -------------------------------------------------------------------------------------------------
+
+    def on_job_registered(self, event: ev.JobRegistered) -> None:
+        self.jobs[event.job] = [event]
+        self.jobs_of.setdefault(event.request, []).append(event.job)
+        self._owners[event.job] = event.request
+
+    def on_pin_touched(self, event: ev.PinTouched) -> None:
+        self.jobs[event.job].append(event)
+
+    def on_rank_completed(self, event: ev.RankCompleted) -> None:
+        self.jobs[event.job].append(event)
+        self.answered[event.rank] = self.reported[event.rank] = event
+
+    def on_job_settled(self, event: ev.JobSettled) -> None:
+        if event.job in self.state.book.jobs:
+            self.jobs[event.job].append(event)
+        else:
+            self._job_ended(event)
+
+    def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
+        self._job_ended(event)
+
+    def _job_ended(self, event: ev.JobSettled | ev.BlocksFreed) -> None:
+        job = event.job
+        chain = self.jobs.pop(job)
+        request = self._owners.pop(job)
+        jobs = self.jobs_of[request]
+        jobs.remove(job)
+        if not jobs:
+            del self.jobs_of[request]
+        self._note_over(("job", job), Over(request, event, (), *_ends(chain)))
+
+    def _note_over(self, key: tuple[str, int | str], what: "Over") -> None:
+        self.ended_under.pop(key, None)
+        over = self.over
+        over[key] = what
+        forget_oldest(over)
+
+    # --- loads ------------------------------------------------------------------------------------------------------
+
+    def on_load_planned(self, event: ev.LoadPlanned) -> None:
+        self.loads[event.load] = [event]
+
+    def _load(self, event: ev.LoadRegistered | ev.LoadFailed) -> None:
+        self.loads[event.load].append(event)
+
+    on_load_registered = on_load_failed = _load
+
+    def on_rank_loaded(self, event: ev.RankLoaded) -> None:
+        self.loads[event.load].append(event)
+        self.answered[event.rank] = event
+
+    def on_load_settled(self, event: ev.LoadSettled) -> None:
+        chain = self.loads.pop(event.load)
+        planned = chain[0] if chain else None
+        if isinstance(planned, ev.LoadPlanned):
+            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks, *_ends(chain)))
+
+    # --- P/D transfers ----------------------------------------------------------------------------------------------
+
+    def on_send_registered(self, event: ev.SendRegistered) -> None:
+        self.sends[event.request] = [event]
+
+    def _sending(self, event: ev.SendReady | ev.SendStarted | ev.RankSent) -> None:
+        self.sends[event.request].append(event)
+
+    on_send_ready = on_send_started = on_rank_sent = _sending
+
+    def _sent(self, event: ev.SendSettled | ev.SendExpired) -> None:
+        chain = self.sends.pop(event.request)
+        self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
+
+    on_send_settled = on_send_expired = _sent
+
+    def on_recv_registered(self, event: ev.RecvRegistered) -> None:
+        self.recvs[event.request] = [event]
+
+    def _receiving(self, event: ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered) -> None:
+        self.recvs[event.request].append(event)
+
+    on_peers_named = on_peer_settled = on_recv_failed = on_recv_recovered = _receiving
+
+    def on_recv_settled(self, event: ev.RecvSettled) -> None:
+        chain = self.recvs.pop(event.request)
+        self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
+
+    # --- evidence and suspicions, of jobs and loads -----------------------------------------------------------------
+
+    def _work(self, event: ev.TransferStarted | ev.TransferFinished | ev.StallSuspected | ev.InvariantViolated) -> None:
+        chain = self.jobs.get(event.job) if event.job >= 0 else self.loads.get(event.load)
+        if chain is not None:
+            chain.append(event)
+        elif event.job < 0 and event.load < 0:
+            for chain in (self.sends.get(event.request), self.recvs.get(event.request)):
+                if chain and chain[0].transfer == event.transfer:  # type: ignore[attr-defined] - registrations name it
+                    chain.append(event)
+
+    on_transfer_started = on_transfer_finished = on_stall_suspected = on_invariant_violated = _work
+
+    def on_poison_caught(self, event: ev.PoisonCaught) -> None:
+        chain = self.jobs.get(event.job)
+        if chain is not None:
+            chain.append(event)
+
+    # --- the log itself ---------------------------------------------------------------------------------------------
+
+    def on_log_opened(self, event: ev.LogOpened) -> None:
+        self.opened = event
+
+    def on_log_closed(self, event: ev.LogClosed) -> None:
+        self.closed = event
+
+    def on_gap(self, event: ev.Gap) -> None:
+        self.gaps.append(event)
+        if event.origin == ev.WHOLE_FILE and self.lost_of_file is None:
+            self.lost_of_file = event
+
+
+def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:
+    """Return the first event of a chain, and its last one but for a job's settling, which says nothing of its own."""
+    if not chain:
+        return None, None
+    last = chain[-1]
+    return chain[0], chain[-2] if last.__class__ is ev.JobSettled and len(chain) > 1 else last
+
+
+def forget_oldest(known: dict[Any, Any]) -> None:
+    """Forget the older half of what is known, if it is more than twice `KEPT_OVER`.
+
+    One at a time would cost more: a dictionary is slow to find its first.
+    """
+    if len(known) > 2 * KEPT_OVER:
+        for key in list(islice(known, KEPT_OVER)):
+            del known[key]
+
+
+class End(msgspec.Struct, frozen=True):
+    """How and where a log ends.
+
+    Attributes:
+        how: `closed` (there is a `log_closed`), `torn` (the writer is gone without one), `live` (the writer still
+            writes), `as_of` (the log was replayed up to a moment only).
+        last: the last event.
+        now_mono_ns: the scheduler's monotonic clock at its last event, in nanoseconds.
+        step: the scheduler's step at that event.
+        closed: the `log_closed` event.
+        tail: the last few events.
+        disagrees_after: the checkpoint at which the fold and the engine's own digest first differed, if any.
+    """
+
+    how: str
+    last: ev.Event
+    now_mono_ns: int
+    step: int
+    closed: ev.LogClosed | None = None
+    tail: tuple[ev.Event, ...] = ()
+    disagrees_after: int | None = None

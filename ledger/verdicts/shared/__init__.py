@@ -1,0 +1,1 @@
+"""What several verdicts look at in the same way. A module here is no verdict of its own."""

@@ -1,0 +1,456 @@
+"""What is open at the end of a log: who has not answered, what each was last seen doing, and whether it took too long.
+
+Stall, leak and missing ranks are three readings of the same facts, so the facts are gathered here once. Words:
+
+    in_call     the rank called the store or a peer, and the call has not returned
+    ended       the rank's last call returned or raised, and the rank's report did not come
+    silent      nothing was seen of the rank for this work
+    unknown     what the rank did is not recorded (evidence is off, or a gap hides it)
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from ledger import events as ev
+from ledger import words
+from ledger.blocks import Blocks
+from ledger.state.apply import Job, Load
+from ledger.state.pd import Recv, Send
+from ledger.verdicts.base import Certainty
+from ledger.verdicts.history import Chain, End, Trail
+
+STALL_SUSPECT_S = 60.0
+"""The engine's own default of `stall_suspect_s`: what is open for longer is no longer in flight."""
+
+REPORT_STEPS = 16
+"""Steps within which a rank's report must have come once its call has ended. Reports travel with the next step;
+pipelines and asynchronous scheduling add a few."""
+
+BLOCKED_NS = 1_000_000_000
+"""A request that waits to run for less than this, in nanoseconds, has only just come."""
+
+KEPT_BLOCKED = 3
+"""Of the requests that wait to run, those whose last event is shown."""
+
+REPORT_NS = 1_000_000_000
+"""And time, in nanoseconds: steps of an idle engine take microseconds."""
+
+What: TypeAlias = Literal["job", "load", "send", "recv"]
+Doing: TypeAlias = Literal["in_call", "ended", "silent", "unknown"]
+
+
+class RankView(msgspec.Struct, frozen=True):
+    """What a rank that has not answered was last seen doing for some work.
+
+    Attributes:
+        last: the event that says so, if there is one.
+    """
+
+    rank: int
+    doing: Doing
+    last: ev.TransferStarted | ev.TransferFinished | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether its last call did not go well."""
+        return self.doing == "ended" and isinstance(self.last, ev.TransferFinished) and self.last.outcome != "ok"
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A job, load, send or recv that is open at the end of the log.
+
+    Attributes:
+        number: the id of the job or load; -1 for a transfer.
+        transfer: the id of the transfer; empty for a job or load.
+        open_ns: for how long, in nanoseconds.
+        deadline_ns: when the engine gives it up by itself, in nanoseconds from its beginning; 0 for never.
+        missing: what is known of each rank that has not answered.
+        answered: ranks that have.
+        begun: whether the workers were told of it.
+        failed: whether a failure of it was reported.
+        overdue: whether it waited for longer than work in flight does.
+        blind: why the log cannot show what happened here; empty if it can.
+    """
+
+    what: What
+    number: int
+    transfer: str
+    request: str
+    generation: int
+    since_seq: int
+    open_ns: int
+    deadline_ns: int
+    blocks: Blocks
+    missing: tuple[RankView, ...]
+    answered: tuple[int, ...]
+    begun: bool
+    failed: bool
+    quarantined: bool
+    overdue: bool
+    blind: str
+    chain: Chain
+
+    @property
+    def name(self) -> str:
+        """What it is called: `store job 17`, `load 3`, `recv xfer-1`."""
+        if self.what in ("send", "recv"):
+            return f"{self.what} {self.transfer}"
+        return f"store job {self.number}" if self.what == "job" else f"load {self.number}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have not answered."""
+        return tuple(view.rank for view in self.missing)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the engine itself will still give it up in time."""
+        return self.open_ns < self.deadline_ns
+
+    @property
+    def sort(self) -> tuple[Hashable, ...]:
+        """What it has in common with the waits that one finding tells together with it."""
+        return self.what, self.begun, self.quarantined, self.ranks, self.in_time, bool(self.blind)
+
+    def doing(self, *states: Doing) -> list[RankView]:
+        """Return the missing ranks that were last seen in one of `states`."""
+        return [view for view in self.missing if view.doing in states]
+
+
+def waits(trail: Trail, end: End) -> list[Wait]:
+    """Return all that is open at the end, oldest first."""
+    book = trail.state.book
+    suspect_ns = int(trail.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
+    found = [_of_job(trail, end, number, job, suspect_ns) for number, job in book.jobs.items()]
+    found += [_of_load(trail, end, number, load, suspect_ns) for number, load in book.loads.items()]
+    found += [_of_send(trail, end, request, send, suspect_ns) for request, send in book.sends.items()]
+    found += [_of_recv(trail, end, request, recv, suspect_ns) for request, recv in book.recvs.items()]
+    return sorted(found, key=lambda wait: wait.since_seq)
+
+
+def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
+    """Return how certain it is that this work never ends, and if it is not proven, why not."""
+    waits = list(waits)
+    blind = next((wait.blind for wait in waits if wait.blind), "")
+    if blind:
+        return "undecidable", blind
+    if end.disagrees_after is not None:
+        return "undecidable", (
+            f"this file and today's code disagree at event {end.disagrees_after}; `kvledger replay --check` shows where"
+        )
+    in_time = next((wait for wait in waits if wait.in_time), None)
+    if in_time is not None:
+        return "suspected", (
+            f"the engine gives {in_time.name} up by itself after {words.span(in_time.deadline_ns)}, and the log ends "
+            "before"
+        )
+    if end.how == "closed":
+        return "proven", ""
+    return "suspected", {
+        "torn": "the log ends torn, and what the engine did next is not in it; only the logs of the workers would tell",
+        "live": "the log is still being written; replay it again later",
+        "as_of": "the log goes on after this moment; replay it without --until",
+    }.get(end.how, "")
+
+
+def likewise(number: int, what: str) -> str:
+    """Return how a title ends that tells the first of several alike, of which `number` are left."""
+    return f"; {words.plural(number, 'more ' + what)} likewise" if number else ""
+
+
+def describe(view: RankView, waited: str) -> str:
+    """Return what a missing rank was last seen doing, as a sentence. `waited` is what it owes: `job 3`."""
+    last = view.last
+    if isinstance(last, ev.TransferStarted):
+        to = f" with {last.peer}" if last.peer else ""
+        call = words.call_of_its_rank(last.op, last.transfer, last.rank)
+        return f"rank {view.rank} began {call}{to} at event {last.seq}, and no return of it is in this log"
+    if isinstance(last, ev.TransferFinished):
+        how = f"raised {last.exception}" if last.exception else f"ended {last.outcome}"
+        call = words.call(last.op, last.transfer, view.rank)
+        return f"{call} {how} at event {last.seq}, and no report of {waited} is in this log after it"
+    if view.doing == "unknown":
+        return f"what rank {view.rank} did is not recorded"
+    return f"nothing of rank {view.rank} for {waited} is in this log"
+
+
+def evidence(wait: Wait) -> list[ev.Event]:
+    """Return the events that show the wait: its beginning, the missing ranks' last calls, answers, suspicions."""
+    last = {view.last.seq for view in wait.missing if view.last is not None}
+    shown = [
+        event
+        for event in wait.chain
+        if event.seq in last or not isinstance(event, ev.TransferStarted | ev.TransferFinished)
+    ]
+    return shown if len(shown) <= 12 else [*shown[:6], *shown[-6:]]
+
+
+class Blocked(msgspec.Struct, frozen=True):
+    """A request that waits to run and holds nothing.
+
+    Attributes:
+        waited_ns: for how long, in nanoseconds, since it was queued or preempted.
+        last: its last event.
+    """
+
+    waited_ns: int
+    last: ev.Event
+
+
+def blocked_requests(trail: Trail, end: End) -> dict[str, Blocked]:
+    """Return the requests that wait to run and hold nothing, by name.
+
+    They may be stuck behind work that holds the blocks. One that has only just come is not among them.
+    """
+    blocked: dict[str, Blocked] = {}
+    for name, record in trail.state.book.requests.items():
+        chain = trail.requests.get(name)
+        if record.state in ("queued", "preempted") and chain:
+            since = next((event.mono_ns for event in chain if event.seq == record.since_seq), None)
+            since = trail.times.at(record.since_seq) if since is None else since
+            waited_ns = 0 if since is None else end.now_mono_ns - since
+            if waited_ns >= BLOCKED_NS:
+                blocked[name] = Blocked(waited_ns, chain[-1])
+    return blocked
+
+
+def waiting_behind(blocked: dict[str, Blocked]) -> tuple[str, ...]:
+    """Return who waits to run at the end, and for how long: what a finding about held blocks says of its impact."""
+    if not blocked:
+        return ()
+    longest = words.span(max(each.waited_ns for each in blocked.values()))
+    if len(blocked) == 1:
+        return (f"request {next(iter(blocked))} had waited to run for {longest}",)
+    return (f"{len(blocked):,} requests had waited to run, one of them for {longest}",)
+
+
+def last_events(blocked: dict[str, Blocked]) -> list[ev.Event]:
+    """Return the last events of the first few requests that wait to run."""
+    return [each.last for each in blocked.values()][:KEPT_BLOCKED]
+
+
+def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev.Event, ...]:
+    """Return events of a log in its order, each once."""
+    found = {event.seq: event for event in (*chain, *more)}
+    return tuple(found[seq] for seq in sorted(found))
+
+
+def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
+    """Return how the request of a job, load or recv ended while that was open, and that in words; None if it did not.
+
+    An id may have come back since.
+    """
+    ended = trail.ended_under.get(("transfer", wait.transfer) if wait.transfer else (wait.what, wait.number))
+    if ended is None:
+        return None
+    verb = "was aborted" if isinstance(ended, ev.RequestAborted) else "ended"
+    after = f" after {words.span(ended.mono_ns - wait.chain[0].mono_ns)}" if wait.chain else ""
+    return ended, f"{verb}{after}"
+
+
+def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
+    """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
+
+    Ranks that are inside a call, or whose call failed, are left out: that call, and no system, is why they do not
+    answer. And there are none if the log has lost events among which answers may be.
+    """
+    if lost_answers(trail):
+        return []
+    called = {view.rank for wait in opened for view in wait.missing if view.doing == "in_call" or view.failed}
+    alike: dict[tuple[int, ...], list[Wait]] = {}
+    for wait in opened:
+        ranks = wait.ranks
+        if wait.what not in ("job", "load") or not wait.overdue or not ranks:
+            continue
+        if not any(rank in trail.answered or rank in called for rank in ranks):
+            alike.setdefault(ranks, []).append(wait)
+    return [wait for group in alike.values() if len(group) > 1 for wait in group]
+
+
+def lost_answers(trail: Trail) -> str:
+    """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
+    lost = trail.lost_since(0)
+    return f"{words.lost_at(lost)}, answers perhaps too" if lost is not None else ""
+
+
+def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
+    """Return whether a call failed so long ago, in steps and in time, that the rank's report would have come.
+
+    A call that went well may be followed by another one for the same work, so only a failed one counts.
+    """
+    last = view.last
+    if last is None or not view.failed:
+        return False
+    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - _heard_ns(trail, end, last) >= REPORT_NS
+
+
+def _heard_ns(trail: Trail, end: End, event: ev.Event) -> int:
+    """Return when an event had reached the scheduler, by the scheduler's monotonic clock, in nanoseconds."""
+    if event.source == ev.SCHEDULER:
+        return event.mono_ns
+    heard_ns = trail.times.at(event.seq)
+    return end.now_mono_ns if heard_ns is None else heard_ns
+
+
+def _is_overtaken(trail: Trail, end: End, number: int, chain: Chain, view: RankView) -> bool:
+    """Return whether the rank has long since reported a job that was registered later.
+
+    A rank works its jobs off in the order in which they come, so it owes no report of an earlier one any more, unless
+    it is inside a call for it.
+    """
+    later = trail.reported.get(view.rank)
+    if later is None or later.job <= number or not chain or view.doing not in ("ended", "silent"):
+        return False
+    since = view.last if view.last is not None else chain[0]
+    return later.step - since.step >= REPORT_STEPS and later.mono_ns - _heard_ns(trail, end, since) >= REPORT_NS
+
+
+def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
+    chain = trail.jobs.get(number, [])
+    open_ns = max(end.now_mono_ns - job.since_mono_ns, 0)
+    missing = tuple(_view(trail, chain, rank, job.since_seq) for rank in job.waiting)
+    return Wait(
+        what="job",
+        number=number,
+        transfer="",
+        request=job.request,
+        generation=job.generation,
+        since_seq=job.since_seq,
+        open_ns=open_ns,
+        deadline_ns=0,
+        blocks=job.blocks,
+        missing=missing,
+        answered=tuple(sorted(job.outcomes)),
+        begun=True,
+        failed="failed" in job.outcomes.values(),
+        quarantined=job.quarantined,
+        overdue=job.suspected
+        or open_ns >= suspect_ns
+        or any(report_is_lost(trail, end, view) or _is_overtaken(trail, end, number, chain, view) for view in missing),
+        blind=_blind(trail, job.since_seq, job.waiting),
+        chain=chain,
+    )
+
+
+def _of_load(trail: Trail, end: End, number: int, load: Load, suspect_ns: int) -> Wait:
+    chain = trail.loads.get(number, [])
+    open_ns = max(end.now_mono_ns - load.since_mono_ns, 0)
+    return Wait(
+        what="load",
+        number=number,
+        transfer="",
+        request=load.request,
+        generation=load.generation,
+        since_seq=load.since_seq,
+        open_ns=open_ns,
+        deadline_ns=0,
+        blocks=load.blocks,
+        missing=tuple(_view(trail, chain, rank, load.since_seq) for rank in load.waiting),
+        answered=tuple(sorted(load.outcomes)),
+        begun=bool(load.ranks),
+        failed=load.failed,
+        quarantined=False,
+        # A failed get may be tried again after a pause, so for a load only time tells.
+        overdue=load.suspected or open_ns >= suspect_ns,
+        blind=_blind(trail, load.since_seq, load.waiting),
+        chain=chain,
+    )
+
+
+def _of_send(trail: Trail, end: End, request: str, send: Send, suspect_ns: int) -> Wait:
+    chain = trail.sends.get(request, [])
+    open_ns = max(end.now_mono_ns - send.since_mono_ns, 0)
+    return Wait(
+        what="send",
+        number=-1,
+        transfer=send.transfer,
+        request=request,
+        generation=send.generation,
+        since_seq=send.since_seq,
+        open_ns=open_ns,
+        deadline_ns=send.timeout_ns,
+        blocks=send.blocks,
+        missing=tuple(_view(trail, chain, rank, send.since_seq) for rank in send.waiting),
+        answered=tuple(sorted(send.outcomes)),
+        begun=send.phase != "registered",
+        failed=False,
+        quarantined=send.quarantined,
+        # Until the prompt is computed nothing is held for the send, so nothing is late.
+        overdue=send.phase != "registered" and (send.suspected or open_ns >= suspect_ns),
+        blind=_blind(trail, send.since_seq, send.waiting),
+        chain=chain,
+    )
+
+
+def _of_recv(trail: Trail, end: End, request: str, recv: Recv, suspect_ns: int) -> Wait:
+    chain = trail.recvs.get(request, [])
+    open_ns = max(end.now_mono_ns - recv.since_mono_ns, 0)
+    ranks = recv.missing_ranks()
+    missing = tuple(_view(trail, chain, rank, recv.since_seq) for rank in ranks)
+    reported = any(outcome != "ok" for _, _, outcome in recv.outcomes) and not recv.failed
+    return Wait(
+        what="recv",
+        number=-1,
+        transfer=recv.transfer,
+        request=request,
+        generation=recv.generation,
+        since_seq=recv.since_seq,
+        open_ns=open_ns,
+        deadline_ns=recv.timeout_ns,
+        blocks=recv.blocks,
+        missing=missing,
+        answered=tuple(sorted({rank for rank, _, _ in recv.outcomes} - set(ranks))),
+        begun=True,
+        failed=recv.failed,
+        quarantined=recv.quarantined,
+        overdue=recv.suspected
+        or open_ns >= suspect_ns
+        or (
+            (reported or any(report_is_lost(trail, end, view) for view in missing))
+            and _settled_long_ago(trail, end, chain)
+        ),
+        blind=_blind(trail, recv.since_seq, ranks),
+        chain=chain,
+    )
+
+
+def _settled_long_ago(trail: Trail, end: End, chain: Sequence[ev.Event]) -> bool:
+    failures = [event for event in chain if getattr(event, "outcome", "ok") not in ("ok", "loaded")]
+    return bool(failures) and (
+        end.step - failures[-1].step >= REPORT_STEPS
+        and end.now_mono_ns - _heard_ns(trail, end, failures[-1]) >= REPORT_NS
+    )
+
+
+def _view(trail: Trail, chain: Sequence[ev.Event], rank: int, since_seq: int) -> RankView:
+    calls: dict[tuple[str, str], ev.TransferStarted] = {}
+    ended: ev.TransferFinished | None = None
+    for event in chain:
+        if isinstance(event, ev.TransferStarted) and event.rank == rank:
+            calls[event.transfer, event.peer] = event
+        elif isinstance(event, ev.TransferFinished) and event.rank == rank:
+            calls.pop((event.transfer, event.peer), None)
+            ended = event
+    if calls:
+        return RankView(rank, "in_call", next(iter(calls.values())))
+    if ended is not None:
+        return RankView(rank, "ended", ended)
+    hidden = not trail.evidence_is_on() or any(
+        gap.seq > since_seq and gap.origin in (f"rank {rank}", "workers") for gap in trail.gaps
+    )
+    return RankView(rank, "unknown" if hidden else "silent")
+
+
+def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
+    origins = {f"rank {rank}" for rank in missing} | {"workers"}
+    for gap in trail.gaps:
+        if gap.seq <= since_seq:
+            continue
+        lost = words.lost_at(gap)
+        if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
+            return lost
+        if gap.origin in origins:
+            return f"{lost}, so what {words.ranks(missing)} did is not known; the log of that worker would decide"
+    return ""
