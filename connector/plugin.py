@@ -7,8 +7,8 @@ else, since a failure here would keep a server from starting that does not even 
 import logging
 
 CONNECTORS = {
-    "KVLedgerStoreConnector": "connector.store_connector",
-    "KVLedgerMooncakeConnector": "connector.pd_connector",
+    "KVLedgerStoreConnector": "connector.store.connector",
+    "KVLedgerMooncakeConnector": "connector.pd.connector",
 }
 """Connector names for `kv_connector`, and the modules that hold the classes."""
 

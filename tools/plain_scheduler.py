@@ -38,7 +38,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector import plugin
-from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport
+from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport
 
 UPSTREAM = "MooncakeStoreConnector"
 OURS = "KVLedgerStoreConnector"

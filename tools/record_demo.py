@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     """Make the connector class when vLLM asks for it by name; this module must import without vLLM."""
     if name != "HangingPutConnector":
         raise AttributeError(name)
-    from connector.store_connector import KVLedgerStoreConnector
+    from connector.store.connector import KVLedgerStoreConnector
 
     class HangingPutConnector(KVLedgerStoreConnector):
         """The plugin, over a store that hangs on one rank."""

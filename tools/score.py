@@ -113,7 +113,7 @@ class Score(msgspec.Struct):
 
 def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
     """Run a seed, and return the truth and the events of its log."""
-    from connector.recording_store import key_hash
+    from connector.store.recording_store import key_hash
     from ledger import events as ev
     from tools.sim import plan as pl
     from tools.sim.canaries import canary

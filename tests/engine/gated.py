@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from connector.pd_connector import KVLedgerMooncakeConnector
+from connector.pd.connector import KVLedgerMooncakeConnector
 from tests.engine.pd_engines import GATE
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from connector.store_connector import KVLedgerStoreConnector
+from connector.store.connector import KVLedgerStoreConnector
 
 HOLD = "KVLEDGER_TEST_HOLD"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import prometheus_client
 
-from connector.integrity import TRAILER_BYTES, Trailer, layout_digest
+from connector.store.integrity import TRAILER_BYTES, Trailer, layout_digest
 from tests.engine import machine
 from tests.engine.held_store import Gate
 from tests.engine.machine import cpu_environment, end_engine, free_port, greedy, make_llm, mooncake_master

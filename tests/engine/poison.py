@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from connector.store_connector import KVLedgerStoreConnector
-from connector.store_scheduler import LedgerStoreScheduler
+from connector.store.connector import KVLedgerStoreConnector
+from connector.store.scheduler import LedgerStoreScheduler
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.file.read import open_log

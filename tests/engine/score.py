@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import torch
 
-from connector.recording_store import key_hash
+from connector.store.recording_store import key_hash
 from ledger import events as ev
 from ledger.file.read import open_log
 from ledger.replay.case import replay_files

@@ -10,7 +10,7 @@ from mooncake.store import (  # pyright: ignore[reportAttributeAccessIssue] - co
 )
 from vllm.distributed.mooncake_store import MooncakeStoreConfig, setup_mooncake_store
 
-from connector.integrity import (
+from connector.store.integrity import (
     KEY_MARK,
     SLOTS,
     TRAILER_BYTES,
@@ -22,7 +22,7 @@ from connector.integrity import (
     layout_digest,
     place_weights,
 )
-from connector.loader import Target
+from connector.store.loader import Target
 from tests.engine.machine import free_port, mooncake_master
 
 BLOCKS, SEGMENT = 8, 96

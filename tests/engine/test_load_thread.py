@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import KVCacheStoreRecvingThread
 
-from connector.adopt import adopt
-from connector.failures import FailureLog, LedgerStoreStats
-from connector.load_thread import LedgerRecvingThread, Loader, RunningLoad, Ticket, TimedRetries, limits_of
-from connector.recording_store import RecordingStore
+from connector.runtime.failures import FailureLog, LedgerStoreStats
+from connector.runtime.rebase import adopt
+from connector.store.load_thread import LedgerRecvingThread, Loader, RunningLoad, Ticket, TimedRetries, limits_of
+from connector.store.recording_store import RecordingStore
 from ledger.blocks import expand
 from ledger.settings import parse
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from connector.integrity import TRAILER_BYTES
+from connector.store.integrity import TRAILER_BYTES
 from ledger import events as ev
 from ledger.file.read import open_log
 from ledger.queries.blast_radius import blast_radius

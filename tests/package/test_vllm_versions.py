@@ -50,7 +50,7 @@ def run(sources: Path, *arguments: str) -> str:
 @pytest.mark.timeout(900)
 def test_it_has_all_that_the_connectors_extend(sources: Path) -> None:
     code = (
-        "import vllm, connector.compat as compat;"
+        "import vllm, connector.runtime.compat as compat;"
         "print(vllm.__file__, [compat.missing(table) for table in compat.TABLES])"
     )
     said = run(sources, "-c", code)
@@ -67,7 +67,7 @@ def test_the_contract_of_the_store_scheduler_holds_on_it(sources: Path) -> None:
 
 
 def test_a_vllm_that_lacks_what_is_extended_is_refused_by_name() -> None:
-    from connector import compat
+    from connector.runtime import compat
     from ledger.errors import UnsupportedVersion
 
     members = {"vllm.v1.core.block_pool": ("BlockPool.touch", "BlockPool.embrace"), "vllm.gone": ("x",)}

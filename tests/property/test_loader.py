@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.loader import Limits, Loading, Reject, Target, get_from, run_pass
+from connector.store.loader import Limits, Loading, Reject, Target, get_from, run_pass
 from ledger.blocks import expand
 from ledger.codes import CODES, MOONCAKE, KVCacheErrorCode, Stage
 

@@ -38,8 +38,8 @@ from vllm.distributed.parallel_state import ensure_model_parallel_initialized, i
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from connector import plugin
-from connector.pd_connector import KVLedgerMooncakeConnector
-from connector.pd_reports import Report, attach_step
+from connector.pd.connector import KVLedgerMooncakeConnector
+from connector.pd.metadata import Report, attach_step
 from tests.engine.machine import MODEL, free_port
 
 PATIENCE_S = 20.0

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from connector.evidence import SEND_TIMEOUT_MS, EvidenceAddress, EvidenceReceiver, EvidenceSender, evidence_address
+from connector.runtime.evidence import (
+    SEND_TIMEOUT_MS,
+    EvidenceAddress,
+    EvidenceReceiver,
+    EvidenceSender,
+    evidence_address,
+)
 from ledger import events as ev
 from ledger.live.log import Log
 from ledger.settings import parse

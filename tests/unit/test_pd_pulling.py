@@ -15,11 +15,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from connector import pd_pulling
-from connector.failures import FailureLog
-from connector.pd_asking import ASKING, Asking
-from connector.pd_reports import LateReport, LostReport, PeerReport, PeersReport
-from connector.pd_stats import FAILURES
+from connector.pd import pull_worker as pd_pulling
+from connector.pd.metadata import LateReport, LostReport, PeerReport, PeersReport
+from connector.pd.peers import ASKING, Asking
+from connector.pd.stats import FAILURES
+from connector.runtime.failures import FailureLog
 from tests.engine.machine import free_port
 from tests.unit.pd_world import Bootstrap, Decode, Peer, Status, pulls
 

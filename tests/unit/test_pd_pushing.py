@@ -13,10 +13,10 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
-from connector import pd_pushing
-from connector.pd_connector import device_zero_without_accelerator
-from connector.pd_pushing import ENDING, SENT_BEFORE, TOO_LATE
-from connector.pd_reports import LostReport, PeerReport, PushReport, SentReport
+from connector.pd import push_worker as pd_pushing
+from connector.pd.connector import device_zero_without_accelerator
+from connector.pd.metadata import LostReport, PeerReport, PushReport, SentReport
+from connector.pd.push_worker import ENDING, SENT_BEFORE, TOO_LATE
 from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status, pulls
 
 BLOCKS = [[3, 4, 5]]

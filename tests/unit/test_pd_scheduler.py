@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.pd_reports import (
+from connector.pd.metadata import (
     NO_FAILURE,
     Failure,
     LateReport,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from connector.pd_connector import KVLedgerMooncakeConnector
-from connector.pd_stats import FAILURES, LedgerMooncakeStats
+from connector.pd.connector import KVLedgerMooncakeConnector
+from connector.pd.stats import FAILURES, LedgerMooncakeStats
 
 FAILED = {"code": "LOAD_TIMEOUT", "stage": "WATCHDOG", "blocks": 3}
 

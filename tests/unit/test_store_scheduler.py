@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from connector.worker_meta import JobReport, LoadReport
+from connector.store.metadata import JobReport, LoadReport
 from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.errors import InvariantViolation, SettingsError

@@ -10,14 +10,14 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 
-from connector import failures
-from connector.failures import FailureLog, LedgerStoreStats, open_failure_log
-from connector.integrity import Fingerprints, Guard, Planned
-from connector.load_thread import Ticket
-from connector.recording_store import RecordingStore, Work
-from connector.save_planner import SavePlanner
-from connector.store_worker import LedgerSendingThread, LedgerStoreWorker, Reports
-from connector.worker_meta import JobReport, LoadReport
+from connector.runtime import failures
+from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failure_log
+from connector.store.integrity import Fingerprints, Guard, Planned
+from connector.store.load_thread import Ticket
+from connector.store.metadata import JobReport, LoadReport
+from connector.store.recording_store import RecordingStore, Work
+from connector.store.save_planner import SavePlanner
+from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, Reports
 from ledger.codes import KVCacheErrorCode, Stage
 from ledger.errors import KVTransferError
 from tests.unit.log_files import logged

@@ -42,12 +42,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     KVCacheStoreSendingThread,
 )
 
-from connector.adopt import adopt
-from connector.failures import FailureLog
-from connector.integrity import Fingerprints, Guard, layout_digest
-from connector.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
-from connector.recording_store import BlockLocator, RecordingStore
-from connector.store_worker import LedgerSendingThread, Reports
+from connector.runtime.failures import FailureLog
+from connector.runtime.rebase import adopt
+from connector.store.integrity import Fingerprints, Guard, layout_digest
+from connector.store.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
+from connector.store.recording_store import BlockLocator, RecordingStore
+from connector.store.worker import LedgerSendingThread, Reports
 from ledger.settings import parse
 from tests.engine.load_error_scenarios import storage_node, store_client
 from tests.engine.machine import mooncake_master

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from connector.worker_meta import JobReport
+from connector.store.metadata import JobReport
 from ledger import events as ev
 from tools.plain_scheduler import OURS, UPSTREAM, PlainScheduler, jobs_of
 

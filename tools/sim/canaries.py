@@ -16,8 +16,8 @@ import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.store_worker import Reports
-from connector.worker_meta import JobReport, LedgerWorkerMetadata
+from connector.store.metadata import JobReport, LedgerWorkerMetadata
+from connector.store.worker import Reports
 from ledger.blocks import Blocks, numbers
 from tools.sim import plan as pl
 from tools.sim.run import World

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.worker_meta import LedgerWorkerMetadata
+from connector.store.metadata import LedgerWorkerMetadata
 from ledger.live.log import Log
 from tools.sim.clock import Clock
 from tools.sim.feed import Feed

@@ -49,8 +49,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.books import Books
-from connector.store_connector import KVLedgerStoreConnector
+from connector.runtime.runtime import Books
+from connector.store.connector import KVLedgerStoreConnector
 from ledger.live.log import Log
 from ledger.settings import Settings
 from ledger.state.apply import State

@@ -25,12 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from connector import store_worker
-from connector.adopt import adopt
-from connector.failures import FailureLog
-from connector.load_thread import RunningLoad
-from connector.store_worker import LedgerStoreWorker
-from connector.worker_meta import JobReport, LoadReport
+from connector.runtime.failures import FailureLog
+from connector.runtime.rebase import adopt
+from connector.store import worker as store_worker
+from connector.store.load_thread import RunningLoad
+from connector.store.metadata import JobReport, LoadReport
+from connector.store.worker import LedgerStoreWorker
 from ledger import events as ev
 from ledger.live.log import Log
 from ledger.settings import Settings
@@ -134,7 +134,7 @@ class VirtualEvidence:
 
 
 class VirtualRetries:
-    """Brings loads back when they are due, in virtual time. See `connector.load_thread.Retries`."""
+    """Brings loads back when they are due, in virtual time. See `connector.store.load_thread.Retries`."""
 
     def __init__(self, lanes: Lanes, clock: Clock) -> None:
         self._lanes = lanes

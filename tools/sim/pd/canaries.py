@@ -16,9 +16,9 @@ import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector import pd_failures
-from connector.pd_asking import ASKING
-from connector.pd_reports import NO_FAILURE, LostReport, PDWorkerMetadata, PeerReport
+from connector.pd import failures as pd_failures
+from connector.pd.metadata import NO_FAILURE, LostReport, PDWorkerMetadata, PeerReport
+from connector.pd.peers import ASKING
 from ledger.codes import Stage
 from tools.sim.pd import plan as pl
 from tools.sim.pd.engine import Engine

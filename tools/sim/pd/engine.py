@@ -29,12 +29,29 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector import pd_asking, pd_connector, pd_desk, pd_pulling, pd_pushing, pd_worker
-from connector.adopt import adopt
-from connector.books import Books
-from connector.failures import FailureLog
-from connector.pd_desk import Evidence
-from connector.pd_worker import LedgerMooncakeWorker
+from connector.pd import (
+    connector as pd_connector,
+)
+from connector.pd import (
+    outbox as pd_desk,
+)
+from connector.pd import (
+    peers as pd_asking,
+)
+from connector.pd import (
+    pull_worker as pd_pulling,
+)
+from connector.pd import (
+    push_worker as pd_pushing,
+)
+from connector.pd import (
+    worker as pd_worker,
+)
+from connector.pd.outbox import Evidence
+from connector.pd.worker import LedgerMooncakeWorker
+from connector.runtime.failures import FailureLog
+from connector.runtime.rebase import adopt
+from connector.runtime.runtime import Books
 from ledger import settings as ledger_settings
 from ledger.live.log import Log
 from ledger.settings import Settings
@@ -240,7 +257,7 @@ class Engine:
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=NAME,
-                kv_connector_module_path="connector.pd_connector",
+                kv_connector_module_path="connector.pd.connector",
                 kv_role=self.role,  # type: ignore[arg-type]
                 engine_id=self.name,
                 kv_load_failure_policy=shape.policy,  # type: ignore[arg-type]

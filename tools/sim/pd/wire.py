@@ -16,7 +16,7 @@ import zmq
 from huggingface_hub.utils import httpx
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
-from connector import pd_asking
+from connector.pd import peers as pd_asking
 from tools.sim.clock import STEP_NS, Clock
 from tools.sim.pd import plan as pl
 from tools.sim.pd.loop import VirtualLoop

@@ -25,12 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     _log_mooncake_load_tier_summary,  # pyright: ignore[reportPrivateUsage] - the same
 )
 
-from connector.failures import FailureLog
-from connector.integrity import Guard
-from connector.load_planner import LoadPlanner
-from connector.loader import Answer, Limits, Loading, LoadResult, Reject, Target, get_from, run_pass
-from connector.recording_store import RecordingStore, Work, in_order
-from connector.worker_meta import LoadReport
+from connector.runtime.failures import FailureLog
+from connector.store.integrity import Guard
+from connector.store.load_planner import LoadPlanner
+from connector.store.loader import Answer, Limits, Loading, LoadResult, Reject, Target, get_from, run_pass
+from connector.store.metadata import LoadReport
+from connector.store.recording_store import RecordingStore, Work, in_order
 from ledger.codes import KVCacheErrorCode, Stage
 from ledger.events import BlockFailures
 from ledger.settings import Settings

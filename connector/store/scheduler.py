@@ -43,9 +43,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connector.books import Books
-from connector.requests import GroupIds, RequestObserver, generation_of
-from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attach
+from connector.runtime.requests import GroupIds, RequestObserver, generation_of
+from connector.runtime.runtime import Books
+from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attach
 from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, numbers, to_ranges
 from ledger.state.apply import Load, RequestRecord

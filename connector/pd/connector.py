@@ -15,7 +15,7 @@ halves, promotes them, and passes each hook of vLLM to the half that it belongs 
 """
 
 # ruff: noqa: E402 - the check must come before the imports that it makes understandable
-from connector import compat
+from connector.runtime import compat
 
 compat.require(compat.PD)
 
@@ -30,11 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, Pro
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.adopt import adopt
-from connector.books import Books, open_books
-from connector.pd_scheduler import LedgerMooncakeScheduler
-from connector.pd_stats import LedgerMooncakePromMetrics, LedgerMooncakeStats
-from connector.pd_worker import LedgerMooncakeWorker
+from connector.pd.scheduler import LedgerMooncakeScheduler
+from connector.pd.stats import LedgerMooncakePromMetrics, LedgerMooncakeStats
+from connector.pd.worker import LedgerMooncakeWorker
+from connector.runtime.rebase import adopt
+from connector.runtime.runtime import Books, open_books
 from ledger import settings as ledger_settings
 
 NAME = "KVLedgerMooncakeConnector"

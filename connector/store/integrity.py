@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from connector.loader import Answer, Reject, Target
+from connector.store.loader import Answer, Reject, Target
 from ledger.codes import KVCacheErrorCode
 
 FORMAT = 1

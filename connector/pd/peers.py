@@ -2,7 +2,7 @@
 
 Upstream asks a peer in one task, in functions that do not pass on whom they ask. So the task carries it (`ASKING`), and
 the objects that upstream uses within (its ZeroMQ context, the sockets, the decoder of answers) note there what happens:
-that the peer was asked, and what status it answered. They decide nothing; `connector.pd_pulling` does.
+that the peer was asked, and what status it answered. They decide nothing; `connector.pd.pull_worker` does.
 
 This file may know upstream's messages, ZeroMQ and asyncio.
 """
@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeXferResponse, PullReqMeta
 
-from connector.pd_reports import Failure
+from connector.pd.metadata import Failure
 
 
 class Pull:

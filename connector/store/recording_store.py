@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
     TPShardedStoreLayout,
 )
 
-from connector.evidence import EvidenceSender
-from connector.integrity import Changed, Guard, GuardedStore
+from connector.runtime.evidence import EvidenceSender
+from connector.store.integrity import Changed, Guard, GuardedStore
 from ledger import events as ev
 from ledger.blocks import Blocks, to_ranges
 from ledger.codes import KVCacheErrorCode, Stage, translate

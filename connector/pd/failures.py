@@ -5,7 +5,7 @@ write are listed here, and ours; a line that is not has no meaning to us, and st
 functions.
 """
 
-from connector.pd_reports import Failure
+from connector.pd.metadata import Failure
 from ledger.codes import KVCacheErrorCode, Stage, translate
 
 _C = KVCacheErrorCode

@@ -50,11 +50,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from vllm.utils.network_utils import split_zmq_path
 from zmq.utils.monitor import recv_monitor_message
 
-from connector import pd_failures as failures
-from connector.failures import FailureLog
-from connector.pd_asking import ASKING, Asking, Pull, ReplyDecoder, WatchedContext, unwatch
-from connector.pd_desk import Desk, Evidence
-from connector.pd_reports import (
+from connector.pd import failures
+from connector.pd.metadata import (
     NO_FAILURE,
     Failure,
     LateReport,
@@ -64,7 +61,10 @@ from connector.pd_reports import (
     answer_timeout_s,
     bootstrap_timeout_s,
 )
-from connector.requests import without_null
+from connector.pd.outbox import Desk, Evidence
+from connector.pd.peers import ASKING, Asking, Pull, ReplyDecoder, WatchedContext, unwatch
+from connector.runtime.failures import FailureLog
+from connector.runtime.requests import without_null
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.codes import KVCacheErrorCode, Stage

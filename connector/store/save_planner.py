@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import KVCacheStoreSendingThread
 
-from connector.integrity import Planned
+from connector.store.integrity import Planned
 
 
 class _NotingStore:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from connector.books import Books
+from connector.runtime.runtime import Books
 from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, Blocks, by_group, expand, from_ranges
 

@@ -5,7 +5,7 @@ halves, promotes them, and passes each hook of vLLM to the half that it belongs 
 """
 
 # ruff: noqa: E402 - the check must come before the imports that it makes understandable
-from connector import compat
+from connector.runtime import compat
 
 compat.require(compat.STORE)
 
@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector impor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from connector.adopt import adopt
-from connector.books import Books, open_books
-from connector.failures import LedgerStorePromMetrics, LedgerStoreStats
-from connector.store_scheduler import LedgerStoreScheduler
-from connector.store_worker import LedgerStoreWorker
+from connector.runtime.failures import LedgerStorePromMetrics, LedgerStoreStats
+from connector.runtime.rebase import adopt
+from connector.runtime.runtime import Books, open_books
+from connector.store.scheduler import LedgerStoreScheduler
+from connector.store.worker import LedgerStoreWorker
 from ledger import settings as ledger_settings
 from ledger.settings import Settings
 

@@ -13,8 +13,8 @@ import threading
 import time
 from typing import Any
 
-from connector.evidence import EvidenceSender
-from connector.pd_reports import Report
+from connector.pd.metadata import Report
+from connector.runtime.evidence import EvidenceSender
 from ledger import events as ev
 
 

@@ -31,15 +31,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     MooncakeStoreWorker,
 )
 
-from connector.adopt import adopt
-from connector.books import naming
-from connector.evidence import EvidenceSender, evidence_address
-from connector.failures import FailureLog, LedgerStoreStats, open_failure_log
-from connector.integrity import Fingerprints, Guard, layout_digest
-from connector.load_thread import LedgerRecvingThread, Loader, Retries, Ticket, TimedRetries, limits_of
-from connector.recording_store import BlockLocator, RecordingStore, Work, group_of, in_order
-from connector.save_planner import SavePlanner
-from connector.worker_meta import JobReport, LedgerWorkerMetadata, LoadReport, attached
+from connector.runtime.evidence import EvidenceSender, evidence_address
+from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failure_log
+from connector.runtime.rebase import adopt
+from connector.runtime.runtime import naming
+from connector.store.integrity import Fingerprints, Guard, layout_digest
+from connector.store.load_thread import LedgerRecvingThread, Loader, Retries, Ticket, TimedRetries, limits_of
+from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attached
+from connector.store.recording_store import BlockLocator, RecordingStore, Work, group_of, in_order
+from connector.store.save_planner import SavePlanner
 from ledger.codes import KVCacheErrorCode, Stage, translate
 from ledger.errors import KVTransferError
 from ledger.settings import Settings

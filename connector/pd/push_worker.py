@@ -36,11 +36,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     TransferRegion,
 )
 
-from connector import pd_failures as failures
-from connector.failures import FailureLog
-from connector.pd_desk import Desk, Evidence
-from connector.pd_reports import NO_FAILURE, Failure, PushReport, SentReport, hold_timeout_s
-from connector.requests import without_null
+from connector.pd import failures
+from connector.pd.metadata import NO_FAILURE, Failure, PushReport, SentReport, hold_timeout_s
+from connector.pd.outbox import Desk, Evidence
+from connector.runtime.failures import FailureLog
+from connector.runtime.requests import without_null
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.codes import KVCacheErrorCode, Stage

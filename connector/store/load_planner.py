@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 )
 from vllm.utils.math_utils import cdiv
 
-from connector.loader import Target
+from connector.store.loader import Target
 from ledger.blocks import NULL_BLOCK
 
 

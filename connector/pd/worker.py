@@ -24,14 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     MooncakeConnectorWorker,
 )
 
-from connector.books import naming
-from connector.evidence import EvidenceSender, evidence_address
-from connector.failures import FailureLog, open_failure_log
-from connector.pd_desk import Desk, Evidence
-from connector.pd_pulling import PullingWorker
-from connector.pd_pushing import PushingWorker
-from connector.pd_reports import PDWorkerMetadata, attached_step
-from connector.pd_stats import LedgerMooncakeStats
+from connector.pd.metadata import PDWorkerMetadata, attached_step
+from connector.pd.outbox import Desk, Evidence
+from connector.pd.pull_worker import PullingWorker
+from connector.pd.push_worker import PushingWorker
+from connector.pd.stats import LedgerMooncakeStats
+from connector.runtime.evidence import EvidenceSender, evidence_address
+from connector.runtime.failures import FailureLog, open_failure_log
+from connector.runtime.runtime import naming
 from ledger.settings import Settings
 
 logger = logging.getLogger("kvledger")

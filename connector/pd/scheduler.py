@@ -43,8 +43,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connector.books import Books
-from connector.pd_reports import (
+from connector.pd.metadata import (
     NO_FAILURE,
     Failure,
     LateReport,
@@ -61,7 +60,8 @@ from connector.pd_reports import (
     connect_timeout_s,
     hold_timeout_s,
 )
-from connector.requests import GroupIds, RequestObserver, generation_of, without_null
+from connector.runtime.requests import GroupIds, RequestObserver, generation_of, without_null
+from connector.runtime.runtime import Books
 from ledger import events as ev
 from ledger.blocks import Blocks, from_ranges, to_ranges
 from ledger.state.pd import Recv, Send

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from connector.compat import version_of
-from connector.evidence import EvidenceReceiver, evidence_address
+from connector.runtime.compat import version_of
+from connector.runtime.evidence import EvidenceReceiver, evidence_address
 from ledger import __version__
 from ledger import events as ev
 from ledger.blocks import to_ranges

@@ -1,0 +1,1 @@
+"""The P/D connector: sends and receives between prefill and decode engines."""

@@ -1,0 +1,1 @@
+"""The store connector: saves and loads over the Mooncake store."""
