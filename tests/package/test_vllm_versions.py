@@ -61,7 +61,7 @@ def test_it_has_all_that_the_connectors_extend(sources: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_the_contract_of_the_store_scheduler_holds_on_it(sources: Path) -> None:
-    said = run(sources, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_store_scheduler.py")
+    said = run(sources, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/connector/store/test_scheduler.py")
     assert " passed" in said
     assert " failed" not in said
 

@@ -17,7 +17,7 @@ from connector.pd import push_worker as pd_pushing
 from connector.pd.connector import device_zero_without_accelerator
 from connector.pd.metadata import LostReport, PeerReport, PushReport, SentReport
 from connector.pd.push_worker import ENDING, SENT_BEFORE, TOO_LATE
-from tests.unit.pd_world import ENGINE, PATIENCE_S, Decode, Prefill, Status, pulls
+from tests.unit.connector.pd.world import ENGINE, PATIENCE_S, Decode, Prefill, Status, pulls
 
 BLOCKS = [[3, 4, 5]]
 

@@ -20,7 +20,7 @@ from ledger.file.seal import seal, verify
 from tests.browsed import eventful, eventful_log
 from tests.unit.log_files import append_requests, small_disk, torn_log, writing
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from connector.pd.peers import ASKING, Asking
 from connector.pd.stats import FAILURES
 from connector.runtime.failures import FailureLog
 from tests.engine.machine import free_port
-from tests.unit.pd_world import Bootstrap, Decode, Peer, Status, pulls
+from tests.unit.connector.pd.world import Bootstrap, Decode, Peer, Status, pulls
 
 BLOCKS = [[3, 4, 5]]
 """What request `r` loads; it has one group."""

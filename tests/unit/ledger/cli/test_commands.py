@@ -28,7 +28,7 @@ from tests.incidents.script import Script, save
 from tests.unit.log_files import changed
 
 COMMAND = (sys.executable, "-m", "ledger")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
 
 
 def healthy() -> Script:
