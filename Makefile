@@ -4,11 +4,13 @@ PYTHON ?= python3
 # A file stays on one worker, since its tests share engines that take long to start.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
+LOCK_ARGS ?=
+CLEAN_ROOM_ARGS ?=
 
 .DEFAULT_GOAL := help
 # The steps share one environment and one terminal.
 .NOTPARALLEL:
-.PHONY: help demo test env env-demo lint format types docs docs-check clean
+.PHONY: help demo test env env-demo lock lint format types docs docs-check clean-room clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +27,9 @@ env: ## Make the full environment in .venv
 
 env-demo: ## Make the light environment in .venv-demo
 	@$(PYTHON) tools/make_env.py light
+
+lock: ## Renew the locks after a change of pyproject.toml; LOCK_ARGS=--upgrade takes the newest versions
+	@$(PYTHON) tools/lock.py $(LOCK_ARGS)
 
 lint: env ## Check style and form
 	.venv/bin/ruff check .
@@ -43,6 +48,9 @@ docs: env ## Write the pages that are generated from code
 docs-check: env ## Fail when a generated page and the code disagree
 	.venv/bin/python tools/docs.py --check
 
+clean-room: ## As root: run demo and test in a root file system of Debian's packages alone; CLEAN_ROOM_ARGS=--help
+	@$(PYTHON) tools/clean_room.py $(CLEAN_ROOM_ARGS)
+
 clean: ## Remove the environments and everything that is made
-	rm -rf .venv .venv-demo build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-demo .venv-uv build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
 """Makes the virtual environments that the Makefile uses: `light` for the demo, `full` for the tests.
 
-Runs under the machine's own Python before anything is installed, so it knows only the standard library. Running it
-again costs nothing: a stamp in the environment holds a digest of all that the install depends on, and only a change
-installs anew. Every failure ends with one line that says what to do.
+Runs under the machine's own Python before anything is installed, so it knows only the standard library. What is
+installed stands in the locks, in exact versions. Running it again costs nothing: a stamp in the environment holds a
+digest of all that the install depends on, and only a change installs anew. Every failure ends with one line that says
+what to do.
 """
 
 from __future__ import annotations  # so that a Python that is too old still gets as far as the line that says so
@@ -12,43 +13,51 @@ import ctypes
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-OLDEST_PYTHON = (3, 11)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# vLLM's CPU build names these three, and nothing here uses them. Their builds on the package index belong to another
-# build of torch: `import torchvision` fails beside the CPU build, and `from vllm import LLM` fails with it.
-BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+from tools import lock, uv_tool
+from tools.lock import Lock
+from tools.uv_tool import ROOT, CannotMake, run
+
+OLDEST_PYTHON = (3, 11)
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One environment: where it stands, what pip installs into it, and what it needs of the system."""
+    """One environment: where it stands, the lock of what is in it, and what it needs of the system.
+
+    Attributes:
+        beside: what tests put before the installed packages, each in its own folder under `beside/` of the environment.
+    """
 
     folder: str
-    requirement: str
+    lock: Lock
     cost: str
     on_failed_install: str = ""
-    uninstall: tuple[str, ...] = ()
+    beside: tuple[Lock, ...] = ()
     needs_system_packages: bool = False
+
+    @property
+    def locks(self) -> tuple[Lock, ...]:
+        """All locks that it is made from."""
+        return (self.lock, lock.BUILD, *self.beside)
 
 
 KINDS = {
-    "light": Kind(folder=".venv-demo", requirement=".", cost="about 90 MB and ten seconds"),
+    "light": Kind(folder=".venv-demo", lock=lock.LIGHT, cost="about 90 MB and ten seconds"),
     "full": Kind(
         folder=".venv",
-        requirement=".[cpu,dev]",
+        lock=lock.FULL,
         cost="about 4 GB and two minutes",
-        on_failed_install="vLLM's CPU build needs the CPU build of torch. Where pip did not find it, set "
+        on_failed_install="vLLM's CPU build needs the CPU build of torch. Where it was not found, set "
         "PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, as its install page names it.",
-        uninstall=BROKEN_BESIDE_CPU_TORCH,
+        beside=(lock.DATASETTE_ALPHA, lock.VLLM_NEXT),
         needs_system_packages=True,
     ),
 }
@@ -60,10 +69,6 @@ SHARED_LIBRARIES = {
     "librdmacm1": "librdmacm.so.1",
     "libcurl4": "libcurl.so.4",
 }
-
-
-class CannotMake(Exception):
-    """The environment cannot be made; the message is one line that says what to do."""
 
 
 def library_loads(soname: str) -> bool:
@@ -83,22 +88,6 @@ def missing_system_packages() -> list[str]:
     return missing
 
 
-def run(*command: str | Path, environment: dict[str, str] | None = None, on_failure: str = "") -> None:
-    """Runs one command with no standard input and shows it first; a failure raises CannotMake with `on_failure`."""
-    print("+", *command, flush=True)
-    try:
-        subprocess.run(
-            [str(part) for part in command],
-            check=True,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {})},
-        )
-    except subprocess.CalledProcessError as error:
-        failed = f"`{' '.join(map(str, command))}` ended with status {error.returncode}; its own words stand above."
-        raise CannotMake(f"{failed} {on_failure}".rstrip()) from error
-
-
 def ensure_system_packages() -> None:
     """Installs what is missing where that is allowed, else raises CannotMake with the command that would."""
     missing = missing_system_packages()
@@ -116,12 +105,41 @@ def ensure_system_packages() -> None:
 
 
 def install_digest(kind: Kind) -> str:
-    """A digest of all that decides what is in the environment: the project file, this file, and the Python."""
+    """A digest of all that decides what is in the environment: the locks, the project file, these tools, the Python."""
     digest = hashlib.sha256()
-    for part in (ROOT / "pyproject.toml", Path(__file__)):
+    for part in (ROOT / "pyproject.toml", Path(__file__), Path(uv_tool.__file__), *(each.path for each in kind.locks)):
         digest.update(part.read_bytes())
-    digest.update(f"{kind.requirement} {sys.executable} {sys.version}".encode())
+    digest.update(f"{sys.executable} {sys.version}".encode())
     return digest.hexdigest()
+
+
+def install(kind: Kind) -> None:
+    """Makes the environment anew; raises CannotMake."""
+    folder = ROOT / kind.folder
+    uv = uv_tool.uv()
+    settings = {
+        **uv_tool.environment(),
+        "VIRTUAL_ENV": str(folder),
+        # As pip does. Where Python may not write bytecode, each start of an engine would compile vLLM anew for 8 s.
+        "UV_COMPILE_BYTECODE": "1",
+    }
+
+    def run_uv(*arguments: str | Path, on_failure: str = "") -> None:
+        shown = (each.relative_to(ROOT) if isinstance(each, Path) else each for each in arguments)
+        run(uv, *shown, environment=settings, on_failure=on_failure)
+
+    # Made anew, not upgraded: what an older lock asked for must not linger and hide a missing dependency.
+    run_uv("venv", "--quiet", "--clear", "--no-project", "--python", sys.executable, folder)
+    run_uv("pip", "sync", "--quiet", kind.lock.path, on_failure=kind.on_failed_install)
+    # Editable, so that the command always runs the checkout it stands in.
+    build = ("--build-constraint", lock.BUILD.path)
+    run_uv("pip", "install", "--quiet", "--no-deps", *build, "--editable", ".")
+    for each in kind.beside:
+        place = folder / "beside" / each.name
+        run_uv("pip", "install", "--quiet", "--no-deps", "--target", place, "--requirement", each.path)
+        if each.sources_only:
+            for compiled in place.rglob("*.so"):
+                compiled.unlink()
 
 
 def make(kind: Kind) -> None:
@@ -132,27 +150,16 @@ def make(kind: Kind) -> None:
         raise CannotMake(
             f"Python {wanted} or newer is needed, this is {found}. Name one: make PYTHON=python{wanted} ..."
         )
+    for each in kind.locks:
+        lock.require_in_step(each)
     if kind.needs_system_packages:
         ensure_system_packages()
-    folder = ROOT / kind.folder
-    stamp = folder / "kvledger-stamp"
+    stamp = ROOT / kind.folder / "kvledger-stamp"
     digest = install_digest(kind)
     if stamp.is_file() and stamp.read_text() == digest:
         return
     print(f"make_env: making {kind.folder}, {kind.cost}", flush=True)
-    # Made anew, not upgraded: what an older pyproject.toml asked for must not linger and hide a missing dependency.
-    try:
-        venv.create(folder, clear=True, with_pip=True)
-    except subprocess.CalledProcessError as error:
-        raise CannotMake(
-            "this Python cannot make environments with pip. On Debian: apt-get install python3-venv"
-        ) from error
-    python = folder / "bin" / "python"
-    pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    # Editable, so that the command always runs the checkout it stands in.
-    run(*pip, "install", "--editable", kind.requirement, on_failure=kind.on_failed_install)
-    if kind.uninstall:
-        run(*pip, "uninstall", "--yes", *kind.uninstall)
+    install(kind)
     stamp.write_text(digest)
 
 

@@ -14,6 +14,7 @@ This file knows Datasette's hooks; what is shown is said in the other files of t
 
 import copy
 import logging
+import re
 import sqlite3
 import weakref
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,7 @@ from ledger.file import sqlite
 logger = logging.getLogger("kvledger")
 
 STYLE_PATH = "/-/kvledger.css"
+SCRIPT_PATH = "/-/kvledger.js"
 
 _HEADER_BYTES = 72
 _APPLICATION_ID_AT = 68
@@ -254,10 +256,23 @@ def extra_css_urls(database: str | None, datasette: Any) -> list[str]:
 
 
 @hookimpl
+def extra_js_urls(database: str | None, datasette: Any) -> list[dict[str, Any]]:
+    """Return what makes wide tables fit. A module, because those run when the page is there."""
+    return [{"url": SCRIPT_PATH, "module": True}] if _log(datasette, database) is not None else []
+
+
+@hookimpl
 def register_routes() -> list[tuple[str, Callable[[], Awaitable[Response]]]]:
-    """Serve that style."""
+    """Serve both."""
 
     async def style() -> Response:
-        return Response(files("ledger.browse").joinpath("kvledger.css").read_text("utf-8"), content_type="text/css")
+        return Response(_file(STYLE_PATH), content_type="text/css")
 
-    return [(r"^/-/kvledger\.css$", style)]
+    async def script() -> Response:
+        return Response(_file(SCRIPT_PATH), content_type="text/javascript")
+
+    return [(f"^{re.escape(path)}$", serve) for path, serve in ((STYLE_PATH, style), (SCRIPT_PATH, script))]
+
+
+def _file(path: str) -> str:
+    return files("ledger.browse").joinpath(path.rpartition("/")[2]).read_text("utf-8")

@@ -14,11 +14,9 @@ import pytest
 from playwright.sync_api import Browser, Page, Request, Response, sync_playwright
 
 from tests.browsed import eventful_log
+from tools import lock
 
 ROOT = Path(__file__).parents[2]
-
-ALPHA = "1.0a41"
-"""Of Datasette 1.0. An exact version: each alpha may change what the plugin is given."""
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -36,17 +34,10 @@ WIDTH, HEIGHT = 1280, 900
 
 
 @pytest.fixture(scope="session")
-def alpha(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that has Datasette's alpha, to be put before the installed packages. Made in seconds, once."""
-    folder = tmp_path_factory.mktemp("datasette-alpha")
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, f"datasette=={ALPHA}"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def alpha() -> Path:
+    """The folder that has Datasette's alpha, to be put before the installed packages."""
+    folder = Path(sys.prefix) / "beside" / lock.DATASETTE_ALPHA.name
+    assert folder.is_dir(), "this Datasette is missing from the environment: `make env` puts it there"
     return folder
 
 

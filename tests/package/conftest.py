@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+from tools import lock, uv_tool
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,15 @@ class LightEnvironment:
 
 def checked(*command: str | Path) -> None:
     """Run a command that must succeed; its output is shown when it does not."""
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **uv_tool.environment()},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
@@ -50,7 +59,8 @@ def checked(*command: str | Path) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, made from the source archive, so that what the archive lacks shows too."""
     folder = tmp_path_factory.mktemp("dist")
-    checked(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    build = ("--build-constraint", lock.BUILD.path)
+    checked(uv_tool.uv(), "build", *build, "--python", sys.executable, "--out-dir", folder, ROOT)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -66,8 +76,9 @@ def wheel_files(wheel: Path) -> set[str]:
 def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> LightEnvironment:
     """The light environment, shared by all tests of this room; they only read it."""
     folder = tmp_path_factory.mktemp("light") / "venv"
-    venv.create(folder, with_pip=True)
-    checked(folder / "bin" / "python", "-m", "pip", "install", "--quiet", wheel)
+    checked(uv_tool.uv(), "venv", "--no-project", "--python", sys.executable, folder)
+    # What it needs is found by what the wheel says, in the versions that the lock names.
+    checked(uv_tool.uv(), "pip", "install", "--python", folder, "--constraint", lock.LIGHT.path, wheel)
     return LightEnvironment(folder, tmp_path_factory.mktemp("elsewhere"))
 
 

@@ -7,28 +7,20 @@ contract tests of the connectors' scheduler halves are run on them, in a process
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-VERSION = "0.33.0"
+from tools import lock
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the Python sources of that vLLM."""
-    folder = tmp_path_factory.mktemp("vllm-sources")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), f"vllm=={VERSION}"],
-        check=True,
-        timeout=600,
-    )
-    (wheel,) = folder.glob("vllm-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder, [name for name in archive.namelist() if not name.endswith(".so")])
-    wheel.unlink()
+def sources() -> Path:
+    """Return the folder with the Python sources of that vLLM."""
+    folder = Path(sys.prefix) / "beside" / lock.VLLM_NEXT.name
+    assert folder.is_dir(), "these sources are missing from the environment: `make env` puts them there"
     return folder
 
 

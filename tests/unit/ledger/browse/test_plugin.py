@@ -300,10 +300,12 @@ def test_pages_load_nothing_from_elsewhere(copy: Path):
         assert not [address for address in loaded if "//" in address.replace("http://localhost/", "/")]
 
 
-def test_the_style_is_served(copy: Path):
-    page, style = ask(server.make_datasette(copy), f"/{copy.stem}", plugin.STYLE_PATH)
+def test_the_style_is_served_and_what_makes_wide_tables_fit(copy: Path):
+    page, style, script = ask(server.make_datasette(copy), f"/{copy.stem}", plugin.STYLE_PATH, plugin.SCRIPT_PATH)
     assert f'href="{plugin.STYLE_PATH}"' in page
+    assert f'type="module" src="{plugin.SCRIPT_PATH}"' in page
     assert ".kv-queries" in style
+    assert "kv-sideways" in script
 
 
 # --- a log that kvledger browse did not prepare -----------------------------------------------------------------------
