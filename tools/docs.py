@@ -99,8 +99,8 @@ class StructSource:
 
 
 def events_page() -> str:
-    """docs/events.md: every kind of event, in the order and under the headings of ledger/events.py."""
-    text = (ROOT / "ledger/events.py").read_text()
+    """docs/events.md: every kind of event, in the order and under the headings of ledger/events/."""
+    text = (ROOT / "ledger/events/__init__.py").read_text()
     module = ast.parse(text)
     structs = [StructSource(node) for node in module.body if isinstance(node, ast.ClassDef)]
     headings = [
@@ -115,7 +115,7 @@ def events_page() -> str:
             title = headings.pop(0)[1]
             parts.append(f"## {title[0].upper()}{title[1:]}")
         parts.append(struct.markdown(3))
-    return generated("Events", "ledger/events.py", *parts)
+    return generated("Events", "ledger/events/__init__.py", *parts)
 
 
 def settings_page() -> str:
