@@ -71,10 +71,10 @@ def why(request: str, events: Sequence[ev.AnyEvent], result: Result) -> Why | No
     turns = tuple(event for event in events if isinstance(event, FAILURES) or _is_failure(event))
     record = result.state.book.requests.get(request)
     if ended is not None and record is None:
-        after = words.between(events[0], ended)
-        answer = f"{words.describe(ended)} at event {ended.seq}{f', {after} after it was first seen' if after else ''}"
+        after = ev.between(events[0], ended)
+        answer = f"{ended.sentence()} at event {ended.seq}{f', {after} after it was first seen' if after else ''}"
     elif record is not None:
-        before = words.between(events[-1], result.end.last) if result.end is not None else ""
+        before = ev.between(events[-1], result.end.last) if result.end is not None else ""
         last = f"; its last event is {before} before that" if before else ""
         answer = f"request {request} is {record.state} at the end of the log{last}"
     else:
@@ -116,7 +116,7 @@ def _because(
             else:
                 still_open.append(f"still open because of it, and not why it ended: {line}")
     for event in reversed(turns):
-        yield f"event {event.seq}: {words.describe(event)}"
+        yield f"event {event.seq}: {event.sentence()}"
     preemptions = sum(isinstance(event, ev.RequestPreempted) for event in events)
     if not turns and load is None and recv is None and not preemptions:
         kinds = list(dict.fromkeys(finding.kind for finding in findings))

@@ -240,7 +240,7 @@ def _of_transfer(transfer: str, log: _Log, side: str, *, known: bool) -> str:
         return f"{engine} failed to pull it{': ' + why if why else ''} (event {failed.seq} of {log.name})"
     if settled is not None:
         return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {log.name})"
-    return _last_known(engine, last, log) or f"{engine} still waits for it; its last event: {words.describe(last)} {at}"
+    return _last_known(engine, last, log) or f"{engine} still waits for it; its last event: {last.sentence()} {at}"
 
 
 def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
@@ -271,14 +271,14 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
 def _lost(log: _Log) -> str:
     """Return that events of the scheduler are lost in a log, so that what is not in it may have been; empty if none."""
     gap = log.result.trail.lost_since(0)
-    return words.lost_at(gap) if gap is not None else ""
+    return ev.lost_at(gap) if gap is not None else ""
 
 
 def _last_known(engine: str, last: ev.AnyEvent, log: _Log) -> str:
     """Return the last event that a log with a gap has of a transfer; empty if it has no gap."""
     lost = _lost(log)
     at = f"(event {last.seq} of {log.name})"
-    return f"the last that is known of {engine}: {words.describe(last)} {at}, and in its log {lost}" if lost else ""
+    return f"the last that is known of {engine}: {last.sentence()} {at}, and in its log {lost}" if lost else ""
 
 
 def _failed(events: Iterable[ev.AnyEvent], op: str) -> ev.TransferFinished | None:

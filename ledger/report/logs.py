@@ -49,7 +49,7 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     yield from page.row(
         "Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {_length(result)}"
     )
-    gaps = words.gaps(result.trail.gaps)
+    gaps = ev.losses(result.trail.gaps)
     no_gap = "" if gaps else ", without a gap"
     yield from page.row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}{no_gap}")
     yield from page.row("End", ending(result))

@@ -68,7 +68,7 @@ class Picture(Canvas):
         try:
             self.state.apply(event)
         except Refused as refused:
-            said = f"refused by the book: {words.describe(event)}"
+            said = f"refused by the book: {event.sentence()}"
             self._alarm(event, ts_ns, said, {"rule": refused.rule, "detail": refused.detail})
             return
         if event.evidence:
@@ -109,14 +109,14 @@ class Picture(Canvas):
         """Mark an event on what is open, or among the other events if that is not."""
         opened = self._open.get(key)
         track = opened.track if opened is not None else self._one("other events", event.source)
-        said = name if opened is not None and name else words.describe(event)
-        args = {"what": words.describe(event) if said == name else "", **_reason(event), **place_of(event)}
+        said = name if opened is not None and name else event.sentence()
+        args = {"what": event.sentence() if said == name else "", **_reason(event), **place_of(event)}
         self._put("instant", track, ts_ns, said, str(key[0]), args, last_flows=last_flows)
 
     def _alarm(self, event: ev.Event, ts_ns: int, said: str = "", args: Args | None = None) -> None:
         track = self._one("alarms", event.source)
         shown = {**(args or {}), **_reason(event), **place_of(event)}
-        self._put("instant", track, ts_ns, said or words.describe(event), ev.kind_of(event), shown)
+        self._put("instant", track, ts_ns, said or event.sentence(), ev.kind_of(event), shown)
 
     def _finding(self, finding: Finding, source: str, ts_ns: int) -> None:
         public = finding.public()
@@ -153,7 +153,7 @@ class Picture(Canvas):
         if record is None:
             if opened is not None:
                 self._phases[opened.state] -= 1
-                self._close(key, ts_ns, {"end": words.describe(event), **(args or {})})
+                self._close(key, ts_ns, {"end": event.sentence(), **(args or {})})
             return
         if opened is None:
             opened = self._begin(
@@ -393,7 +393,7 @@ class Picture(Canvas):
             self._close(key, ts_ns, args)
         else:
             shown = {**args, **place_of(event)}
-            said = f"{words.describe(event)}; its begin is not in this log"
+            said = f"{event.sentence()}; its begin is not in this log"
             self._put("instant", self._rank(event.rank), ts_ns, said, "call", shown)
 
     def _flows_of_call(self, event: ev.TransferStarted) -> tuple[int, ...]:
@@ -423,7 +423,7 @@ class Picture(Canvas):
             **event.versions,
             **place_of(event),
         }
-        self._put("instant", self._one("log", event.source), ts_ns, words.describe(event), "log", args)
+        self._put("instant", self._one("log", event.source), ts_ns, event.sentence(), "log", args)
 
     def _checkpoint(self, event: ev.Checkpoint, ts_ns: int) -> None:
         """Take over the book that follows on a gap: what ended in the gap is ended, what began in it is begun."""
@@ -475,7 +475,7 @@ class Picture(Canvas):
 
     def _log_closed(self, event: ev.LogClosed, ts_ns: int) -> None:
         self._closed = True
-        self._put("instant", self._one("log", event.source), ts_ns, words.describe(event), "log", place_of(event))
+        self._put("instant", self._one("log", event.source), ts_ns, event.sentence(), "log", place_of(event))
 
 
 _DRAWN: dict[type[ev.Event], Callable[[Picture, Any, int], None]] = {

@@ -272,7 +272,7 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
 def lost_answers(trail: Trail) -> str:
     """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
     lost = trail.lost_since(0)
-    return f"{words.lost_at(lost)}, answers perhaps too" if lost is not None else ""
+    return f"{ev.lost_at(lost)}, answers perhaps too" if lost is not None else ""
 
 
 def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
@@ -448,7 +448,7 @@ def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
     for gap in trail.gaps:
         if gap.seq <= since_seq:
             continue
-        lost = words.lost_at(gap)
+        lost = ev.lost_at(gap)
         if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
             return lost
         if gap.origin in origins:
