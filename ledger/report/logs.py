@@ -14,8 +14,7 @@ from ledger.replay.fold import Result
 from ledger.replay.incidents import FREED
 from ledger.replay.stats import Calls, Durations, Slow
 from ledger.report.layout import Page
-from ledger.state.apply import Job, Load
-from ledger.state.pd import Recv, Send
+from ledger.state.records import Job, Load, Recv, Send
 
 END_REASONS = {"stopped": "stop token or string", "length_capped": "length limit"}
 """What vLLM's reasons for the end of a request mean, where their names say less."""

@@ -17,8 +17,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import expand, numbers
-from ledger.state.apply import Load
-from ledger.state.pd import Recv
+from ledger.state.records import Load, Recv
 from ledger.verdicts.base import Finding
 from ledger.verdicts.history import Chain, End, Trail, forget_oldest
 from ledger.verdicts.shared.rules import Broken, RuleVerdict

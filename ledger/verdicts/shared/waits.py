@@ -16,8 +16,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks
-from ledger.state.apply import Job, Load
-from ledger.state.pd import Recv, Send
+from ledger.state.records import Job, Load, Recv, Send
 from ledger.verdicts.base import Certainty
 from ledger.verdicts.history import Chain, End, Trail
 
