@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # the checkout this file stands in, whatever is i
 import ledger.cli.commands
 import ledger.codes
 import ledger.demo
+import ledger.events
 import ledger.settings
 
 HEADING = re.compile(r"^# --- (?P<title>.+?) -+$")
@@ -112,6 +113,9 @@ def events_page() -> str:
     ]
     for name in EVENT_FILES:
         parts += _kinds((room / f"{name}.py").read_text())
+    left_out = {kind.__module__.rpartition(".")[2] for kind in ledger.events.KINDS.values()} - set(EVENT_FILES)
+    if left_out:
+        raise SystemExit(f"docs: {', '.join(sorted(left_out))} in ledger/events/ holds kinds and is not on the page")
     return generated("Events", "ledger/events/", *parts)
 
 

@@ -151,7 +151,7 @@ def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
 
     def look(chunk: list[ev.AnyEvent]) -> None:
         for event in chunk:
-            if getattr(event, "job", -1) != job:
+            if ev.job_of(event) != job:
                 continue
             seed.seen = True
             if isinstance(event, ev.JobRegistered):

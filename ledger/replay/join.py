@@ -31,7 +31,8 @@ KEPT_SUBJECTS = 200
 NOT_OF = {"prefill": ("kv_consumer",), "decode": ("kv_producer",)}
 """Roles of engines that are never on a side of a transfer."""
 
-Sided = ev.SendRegistered | ev.SendReady | ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired
+SIDES = {"send": "prefill", "recv": "decode"}
+"""The side of a transfer that a log is on, by what its events are about."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -126,7 +127,7 @@ def _collect(
     wanted_transfers, wanted_keys = set(transfers), {key for key, _ in missed}
     open_puts: dict[tuple[str, int], list[_Calls]] = {}
     for event in events:
-        transfer = getattr(event, "transfer", "")
+        transfer = ev.transfer_of(event)
         if transfer in wanted_transfers:
             log.transfers.setdefault(transfer, []).append(event)
         if not wanted_keys:
@@ -296,12 +297,7 @@ def _last(events: Sequence[ev.AnyEvent], kind: type[Settled]) -> Settled | None:
 
 
 def _side(events: Iterable[ev.AnyEvent]) -> str:
-    for event in events:
-        if isinstance(event, Sided):
-            return "prefill"
-        if isinstance(event, ev.RecvRegistered | ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvSettled):
-            return "decode"
-    return ""
+    return next((SIDES[event.about.work] for event in events if event.about.work in SIDES), "")
 
 
 def _engine(log: _Log) -> str:

@@ -10,8 +10,10 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
+from ledger.queries.blame import Use
 from ledger.queries.blast_radius import BlastRadius
-from ledger.queries.questions import Diff, Use, Why
+from ledger.queries.diff import Diff
+from ledger.queries.why import Why
 from ledger.replay.case import Case
 from ledger.replay.incidents import grouped
 from ledger.report.layout import WIDTH, Page
