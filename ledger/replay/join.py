@@ -22,7 +22,7 @@ from ledger.verdicts.base import Finding
 S = TypeVar("S")
 Settled = TypeVar("Settled", ev.RecvSettled, ev.SendSettled)
 
-Events = Callable[[], Iterable[ev.AnyEvent]]
+ReadEvents = Callable[[], Iterable[ev.AnyEvent]]
 """Reads a log once more."""
 
 KEPT_SUBJECTS = 200
@@ -84,7 +84,7 @@ class _Log(msgspec.Struct):
     puts: dict[Missed, _Calls] = {}
 
 
-def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[Events]) -> Joined:
+def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[ReadEvents]) -> Joined:
     """Return the findings of several logs, each completed by what the other logs know.
 
     Args:

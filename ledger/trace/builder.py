@@ -1,7 +1,7 @@
 """A log as a picture: what is drawn of each event, from which `ledger.trace.perfetto` makes a file for a viewer.
 
-`Picture` draws events in the order of the log. It decides nothing: what is open, and what a request is doing, is what
-the book says after each event. It is pure, and its memory grows with what is open.
+`TraceBuilder` draws events in the order of the log. It decides nothing: what is open, and what a request is doing, is
+what the book says after each event. It is pure, and its memory grows with what is open.
 
 How tracks are kept is in `ledger.trace.tracks`. This file knows events, the book, findings and words.
 """
@@ -21,14 +21,14 @@ from ledger.state.apply import State
 from ledger.state.open_work import OpenWork, open_work
 from ledger.state.records import Book, Send
 from ledger.trace.clock import Clock
-from ledger.trace.tracks import Args, Canvas, Key, place_of
+from ledger.trace.tracks import Args, Key, Tracks, place_of
 from ledger.verdicts.base import Finding
 
 SHOWN_KEYS = 32
 """Hashes of keys that a call shows. The number of its keys is always there, and the log has all of them."""
 
 
-class Picture(Canvas):
+class TraceBuilder(Tracks):
     """Draws one log.
 
     Args:
@@ -489,39 +489,39 @@ class Picture(Canvas):
         self._put("instant", self._one("log", event.source), ts_ns, event.sentence(), "log", place_of(event))
 
 
-_DRAWN: dict[type[ev.Event], Callable[[Picture, Any, int], None]] = {
-    ev.RequestQueued: Picture._queued,
-    ev.RequestScheduled: Picture._nothing,
-    ev.RequestPreempted: Picture._nothing,
-    ev.RequestResumed: Picture._nothing,
-    ev.RequestFinished: Picture._nothing,
-    ev.RequestAborted: Picture._nothing,
-    ev.JobRegistered: Picture._job_registered,
-    ev.PinTouched: Picture._pin_touched,
-    ev.RankCompleted: Picture._rank_completed,
-    ev.JobSettled: Picture._job_settled,
-    ev.BlocksFreed: Picture._blocks_freed,
-    ev.LoadPlanned: Picture._load_planned,
-    ev.LoadRegistered: Picture._load_registered,
-    ev.RankLoaded: Picture._rank_loaded,
-    ev.LoadFailed: Picture._load_failed,
-    ev.LoadSettled: Picture._load_settled,
-    ev.SendRegistered: Picture._send_registered,
-    ev.SendReady: Picture._send_ready,
-    ev.SendStarted: Picture._send_started,
-    ev.RankSent: Picture._rank_sent,
-    ev.SendSettled: Picture._send_over,
-    ev.SendExpired: Picture._send_over,
-    ev.RecvRegistered: Picture._recv_registered,
-    ev.PeersNamed: Picture._peers_named,
-    ev.PeerSettled: Picture._peer_settled,
-    ev.RecvFailed: Picture._recv_failed,
-    ev.RecvSettled: Picture._recv_settled,
-    ev.RecvRecovered: Picture._on_request,
-    ev.LogOpened: Picture._opened,
-    ev.Checkpoint: Picture._checkpoint,
-    ev.Gap: Picture._gap,
-    ev.LogClosed: Picture._log_closed,
+_DRAWN: dict[type[ev.Event], Callable[[TraceBuilder, Any, int], None]] = {
+    ev.RequestQueued: TraceBuilder._queued,
+    ev.RequestScheduled: TraceBuilder._nothing,
+    ev.RequestPreempted: TraceBuilder._nothing,
+    ev.RequestResumed: TraceBuilder._nothing,
+    ev.RequestFinished: TraceBuilder._nothing,
+    ev.RequestAborted: TraceBuilder._nothing,
+    ev.JobRegistered: TraceBuilder._job_registered,
+    ev.PinTouched: TraceBuilder._pin_touched,
+    ev.RankCompleted: TraceBuilder._rank_completed,
+    ev.JobSettled: TraceBuilder._job_settled,
+    ev.BlocksFreed: TraceBuilder._blocks_freed,
+    ev.LoadPlanned: TraceBuilder._load_planned,
+    ev.LoadRegistered: TraceBuilder._load_registered,
+    ev.RankLoaded: TraceBuilder._rank_loaded,
+    ev.LoadFailed: TraceBuilder._load_failed,
+    ev.LoadSettled: TraceBuilder._load_settled,
+    ev.SendRegistered: TraceBuilder._send_registered,
+    ev.SendReady: TraceBuilder._send_ready,
+    ev.SendStarted: TraceBuilder._send_started,
+    ev.RankSent: TraceBuilder._rank_sent,
+    ev.SendSettled: TraceBuilder._send_over,
+    ev.SendExpired: TraceBuilder._send_over,
+    ev.RecvRegistered: TraceBuilder._recv_registered,
+    ev.PeersNamed: TraceBuilder._peers_named,
+    ev.PeerSettled: TraceBuilder._peer_settled,
+    ev.RecvFailed: TraceBuilder._recv_failed,
+    ev.RecvSettled: TraceBuilder._recv_settled,
+    ev.RecvRecovered: TraceBuilder._on_request,
+    ev.LogOpened: TraceBuilder._opened,
+    ev.Checkpoint: TraceBuilder._checkpoint,
+    ev.Gap: TraceBuilder._gap,
+    ev.LogClosed: TraceBuilder._log_closed,
 }
 """How a kind is drawn; any other is an instant on what it is about. Of the requests, the book says it all."""
 

@@ -9,10 +9,10 @@ This file knows events and the state. It draws no conclusions.
 
 # ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
 
-import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import islice
+from types import MethodType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -260,7 +260,7 @@ class Trail:
         if own is not None:
             return own
         default = _BY_SUBJECT.get((kind.about.work, kind.about.step))
-        return functools.partial(default, self) if default is not None else None
+        return MethodType(default, self) if default is not None else None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from ledger.replay.fold import Replay
 from ledger.replay.join import join
 from ledger.state.apply import State
 from ledger.state.open_work import find
-from ledger.trace.builder import Picture
+from ledger.trace.builder import TraceBuilder
 
 
 class LeaseRenewed(ev.Event, frozen=True, gc=False, omit_defaults=True, tag="lease_renewed"):
@@ -118,11 +118,11 @@ def test_the_time_line_of_several_logs_has_a_new_kind():
 
 
 def test_a_trace_marks_a_new_kind_on_the_work_that_it_is_about():
-    picture = Picture(0, "decode")
+    builder = TraceBuilder(0, "decode")
     for event in DECODE[:4]:
-        picture.draw(event)
-    (entry,) = [item for item in picture.items if item.name == "the lease of x1 was renewed"]
-    begun = [item for item in picture.items if getattr(item, "what", "") == "begin" and item.name == "recv x1"]
+        builder.draw(event)
+    (entry,) = [item for item in builder.items if item.name == "the lease of x1 was renewed"]
+    begun = [item for item in builder.items if getattr(item, "what", "") == "begin" and item.name == "recv x1"]
     assert entry.track == begun[0].track
 
 
