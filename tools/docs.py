@@ -1,7 +1,7 @@
 """Writes the pages of docs/ that have their source in the code; with --check, fails when a page and the code disagree.
 
 One function for each page, from text and tables to Markdown. Events are read from their source, because their
-docstrings are their documentation and the order and headings of the file are the order and headings of the page.
+docstrings are their documentation and the headings of their files are the headings of the page.
 """
 
 import argparse
@@ -22,9 +22,13 @@ sys.path.insert(0, str(ROOT))  # the checkout this file stands in, whatever is i
 import ledger.cli.commands
 import ledger.codes
 import ledger.demo
+import ledger.events
 import ledger.settings
 
 HEADING = re.compile(r"^# --- (?P<title>.+?) -+$")
+EVENT_FILES = ("requests", "store", "pd", "ownership", "workers", "log")
+"""The files of ledger/events/ that hold kinds, in the order of the page."""
+
 ATTRIBUTE = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*)$")
 
 
@@ -99,23 +103,37 @@ class StructSource:
 
 
 def events_page() -> str:
-    """docs/events.md: every kind of event, in the order and under the headings of ledger/events.py."""
-    text = (ROOT / "ledger/events.py").read_text()
-    module = ast.parse(text)
-    structs = [StructSource(node) for node in module.body if isinstance(node, ast.ClassDef)]
+    """docs/events.md: every kind of event, under the headings of the files in ledger/events/."""
+    room = ROOT / "ledger/events"
+    base = ast.parse((room / "base.py").read_text())
+    envelope = next(StructSource(node) for node in base.body if isinstance(node, ast.ClassDef) and node.name == "Event")
+    parts = [
+        ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "",
+        envelope.markdown(2).replace(f"## {envelope.name}", "## The envelope", 1),
+    ]
+    for name in EVENT_FILES:
+        parts += _kinds((room / f"{name}.py").read_text())
+    left_out = {kind.__module__.rpartition(".")[2] for kind in ledger.events.KINDS.values()} - set(EVENT_FILES)
+    if left_out:
+        raise SystemExit(f"docs: {', '.join(sorted(left_out))} in ledger/events/ holds kinds and is not on the page")
+    return generated("Events", "ledger/events/", *parts)
+
+
+def _kinds(text: str) -> Iterator[str]:
+    """The sections of one file of kinds: its headings, and its structs below them."""
     headings = [
         (number, match["title"])
         for number, line in enumerate(text.splitlines(), start=1)
         if (match := HEADING.match(line))
     ]
-    envelope, *kinds = structs
-    parts = [ast.get_docstring(module) or "", envelope.markdown(2).replace(f"## {envelope.name}", "## The envelope", 1)]
-    for struct in kinds:
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        struct = StructSource(node)
         while headings and headings[0][0] < struct.line:
             title = headings.pop(0)[1]
-            parts.append(f"## {title[0].upper()}{title[1:]}")
-        parts.append(struct.markdown(3))
-    return generated("Events", "ledger/events.py", *parts)
+            yield f"## {title[0].upper()}{title[1:]}"
+        yield struct.markdown(3)
 
 
 def settings_page() -> str:

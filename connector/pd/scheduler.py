@@ -64,7 +64,7 @@ from connector.runtime.requests import GroupIds, RequestObserver, generation_of,
 from connector.runtime.runtime import Books
 from ledger import events as ev
 from ledger.blocks import Blocks, from_ranges, to_ranges
-from ledger.state.pd import Recv, Send
+from ledger.state.records import Recv, Send
 
 logger = logging.getLogger("kvledger")
 

@@ -48,7 +48,7 @@ from connector.runtime.runtime import Books
 from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attach
 from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, numbers, to_ranges
-from ledger.state.apply import Load, RequestRecord
+from ledger.state.records import Load, RequestRecord
 
 _NO_LOADS: dict[str, int] = {}
 

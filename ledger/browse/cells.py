@@ -18,7 +18,6 @@ from markupsafe import Markup
 from ledger import events as ev
 from ledger import words
 from ledger.codes import CODES, KVCacheErrorCode
-from ledger.file.read import UPCASTERS
 
 SHOWN_ITEMS = 6
 """Items of a list that are shown; a finding may name hundreds of requests."""
@@ -276,12 +275,10 @@ def describe(data: str) -> str | None:
     """Return what an event says in an operator's words, or None if this kvledger does not know it."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, Any])
-        while (tag := fields.get("kind")) in UPCASTERS:
-            fields = UPCASTERS[tag](fields)
-        event: ev.AnyEvent = msgspec.json.decode(msgspec.json.encode(fields), type=ev.AnyEvent)
+        event = ev.decode(ev.lift(fields))
     except (msgspec.DecodeError, msgspec.ValidationError):
         return None
-    return words.describe(event)
+    return event.sentence()
 
 
 def _text(value: Any, table: str | None, links: Links) -> Markup | None:

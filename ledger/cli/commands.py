@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import click
 
 from ledger import __version__
+from ledger import events as ev
 from ledger.cli.terminal import (
     FOUND,
     OK,
@@ -396,7 +397,7 @@ def tail(file: Path, number: int, follow: bool) -> int:
         after = max(last - number, 0)
         while True:
             live = log.end == "live"  # asked before reading, so that what the engine wrote last is still read
-            for place, text in words.lines(log.events(after_seq=after)):
+            for place, text in ev.lines(log.events(after_seq=after)):
                 write(words.shown(text) + "\n")
                 after = place
             if not follow or not live:

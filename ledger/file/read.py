@@ -37,14 +37,6 @@ T = TypeVar("T")
 End: TypeAlias = Literal["closed", "torn", "live"]
 """How a log ends: with `log_closed`, without it, or not yet, because an engine writes it."""
 
-Upcaster: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-
-UPCASTERS: dict[str, Upcaster] = {}
-"""By the tag of an old version: lifts the fields of an event, its tag among them, by one version.
-
-When `load_failed` becomes `load_failed@2`, the step that lifts the old shape stands here under `load_failed`.
-"""
-
 
 def open_log(path: Path | str, *, tolerate: bool = False) -> "LogFile":
     """Return an open log; close it, or use it in a `with`.
@@ -329,14 +321,11 @@ class LogFile:
 
     def _decode_one(self, seq: int, data: bytes) -> ev.AnyEvent:
         try:
-            fields = _FIELDS_DECODER.decode(data)
+            fields = ev.lift(_FIELDS_DECODER.decode(data))
             tag = fields.get("kind")
-            while tag in UPCASTERS:
-                fields = UPCASTERS[tag](fields)
-                tag = fields.get("kind")
             if isinstance(tag, str) and tag not in ev.KINDS:
                 raise FileNewer(f"{self.path}: event {seq} is a '{tag}', which this kvledger does not know. {_UPGRADE}")
-            return _DECODER.decode(msgspec.json.encode(fields))
+            return ev.decode(fields)
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
             raise FileCorrupt(
                 f"{self.path}: event {seq} cannot be read: {sqlite.brief(error)}. {_COPY_AGAIN}"
@@ -521,7 +510,6 @@ _COPY_AGAIN = (
     "`kvledger seal --salvage FILE TARGET` takes what can be read."
 )
 _UPGRADE = "Upgrade kvledger to read it."
-_DECODER: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
 _GAPS_DECODER: msgspec.json.Decoder[list[ev.Gap]] = msgspec.json.Decoder(list[ev.Gap])
 _PAGE_DECODER: msgspec.json.Decoder[list[ev.AnyEvent]] = msgspec.json.Decoder(list[ev.AnyEvent])
 _FIELDS_DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])

@@ -22,7 +22,7 @@ from ledger.blocks import expand
 from ledger.replay.fold import Replay
 from ledger.verdicts.poison import Poison
 
-Events = Callable[[], Iterable[ev.AnyEvent]]
+ReadEvents = Callable[[], Iterable[ev.AnyEvent]]
 
 ROUNDS_LIMIT = 64
 """Rounds through the logs. Each follows wrong KV by one load; a chain that is longer is told as far as that."""
@@ -75,7 +75,7 @@ class BlastRadius(msgspec.Struct):
     complete: bool = True
 
 
-def blast_radius(readers: Sequence[Events], job: int, log: int | None = None) -> list[BlastRadius]:
+def blast_radius(readers: Sequence[ReadEvents], job: int, log: int | None = None) -> list[BlastRadius]:
     """Return how far the wrong KV of a job has come through the logs.
 
     Every engine numbers its jobs from 0, so that several logs may have a poisoned job of that number: each is followed.
@@ -95,7 +95,7 @@ def blast_radius(readers: Sequence[Events], job: int, log: int | None = None) ->
     return [_spread(readers, job, index, seeds[index]) for index in chosen]
 
 
-def _spread(readers: Sequence[Events], job: int, log: int, seed: "_Seed") -> BlastRadius:
+def _spread(readers: Sequence[ReadEvents], job: int, log: int, seed: "_Seed") -> BlastRadius:
     radius = BlastRadius(job, log, seed.judged, list(seed.keys))
     tainted = {key: _Taint(0, {log: seed.registered_seq}) for key in seed.keys}
     marked: dict[tuple[int, str], Spread] = {}
@@ -151,7 +151,7 @@ def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
 
     def look(chunk: list[ev.AnyEvent]) -> None:
         for event in chunk:
-            if getattr(event, "job", -1) != job:
+            if ev.job_of(event) != job:
                 continue
             seed.seen = True
             if isinstance(event, ev.JobRegistered):

@@ -161,18 +161,13 @@ class _Lives:
     def __call__(self, event: ev.AnyEvent) -> Hashable:
         if isinstance(event, ev.LogOpened | ev.LogClosed):
             return "the log", event.seq
-        request = getattr(event, "request", "")
-        request = request or self._of_job.get(getattr(event, "job", -1), "")
-        return request or self._of_load.get(getattr(event, "load", -1), "") or ("alone", event.seq)
+        request = ev.request_of(event) or self._of_job.get(ev.job_of(event), "")
+        return request or self._of_load.get(ev.load_of(event), "") or ("alone", event.seq)
 
 
 def _works(event: ev.AnyEvent) -> Hashable:
-    job, load, transfer = getattr(event, "job", -1), getattr(event, "load", -1), getattr(event, "transfer", "")
-    if job >= 0:
-        return "job", job
-    if load >= 0:
-        return "load", load
-    return ("transfer", transfer) if transfer else ("alone", event.seq)
+    work = ev.named_work(event)
+    return work.key if work is not None else ("alone", event.seq)
 
 
 def _single(event: ev.AnyEvent) -> Hashable:

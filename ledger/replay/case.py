@@ -20,9 +20,11 @@ from ledger.errors import LedgerFileError, NotInLog
 from ledger.file.publish import refuse_existing, write_log
 from ledger.file.read import LogFile, open_log
 from ledger.file.seal import broken_seal
+from ledger.queries.blame import Use, blame
 from ledger.queries.blast_radius import BlastRadius, blast_radius
+from ledger.queries.diff import Diff, diff
 from ledger.queries.minimize import MAX_EVENTS, Minimal, minimize
-from ledger.queries.questions import Diff, Use, Why, blame, diff, why
+from ledger.queries.why import Why, why
 from ledger.replay.fold import Replay, Result, until
 from ledger.replay.incidents import Incident, grouped
 from ledger.replay.join import Step, join

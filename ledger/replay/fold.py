@@ -19,7 +19,8 @@ from ledger import events as ev
 from ledger.errors import Refused
 from ledger.replay.incidents import earliest_cause_first
 from ledger.replay.stats import Story, StoryTeller
-from ledger.state.apply import Book, State
+from ledger.state.apply import State
+from ledger.state.records import Book
 from ledger.verdicts import all_verdicts
 from ledger.verdicts.base import Finding, Verdict
 from ledger.verdicts.history import End, Trail
@@ -223,10 +224,12 @@ class Replay:
         table: dict[type[ev.Event], tuple[See, ...]] = {}
         for name, kind in ev.KINDS.items():
             method = f"on_{name.partition('@')[0]}"
-            lookers = [*self.verdicts, self._teller, self.trail]
+            lookers = [*self.verdicts, self._teller]
+            kept = self.trail.takes(kind)
             table[kind] = (
                 self.state.apply,
                 *(getattr(looker, method) for looker in lookers if hasattr(looker, method)),
+                *([kept] if kept is not None else []),
             )
         table[ev.Checkpoint] = (self._checkpoint, *table[ev.Checkpoint])
         return table

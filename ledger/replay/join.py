@@ -22,7 +22,7 @@ from ledger.verdicts.base import Finding
 S = TypeVar("S")
 Settled = TypeVar("Settled", ev.RecvSettled, ev.SendSettled)
 
-Events = Callable[[], Iterable[ev.AnyEvent]]
+ReadEvents = Callable[[], Iterable[ev.AnyEvent]]
 """Reads a log once more."""
 
 KEPT_SUBJECTS = 200
@@ -31,7 +31,8 @@ KEPT_SUBJECTS = 200
 NOT_OF = {"prefill": ("kv_consumer",), "decode": ("kv_producer",)}
 """Roles of engines that are never on a side of a transfer."""
 
-Sided = ev.SendRegistered | ev.SendReady | ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired
+SIDES = {"send": "prefill", "recv": "decode"}
+"""The side of a transfer that a log is on, by what its events are about."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -83,7 +84,7 @@ class _Log(msgspec.Struct):
     puts: dict[Missed, _Calls] = {}
 
 
-def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[Events]) -> Joined:
+def join(results: Sequence[Result], names: Sequence[str], readers: Sequence[ReadEvents]) -> Joined:
     """Return the findings of several logs, each completed by what the other logs know.
 
     Args:
@@ -126,7 +127,7 @@ def _collect(
     wanted_transfers, wanted_keys = set(transfers), {key for key, _ in missed}
     open_puts: dict[tuple[str, int], list[_Calls]] = {}
     for event in events:
-        transfer = getattr(event, "transfer", "")
+        transfer = ev.transfer_of(event)
         if transfer in wanted_transfers:
             log.transfers.setdefault(transfer, []).append(event)
         if not wanted_keys:
@@ -240,7 +241,7 @@ def _of_transfer(transfer: str, log: _Log, side: str, *, known: bool) -> str:
         return f"{engine} failed to pull it{': ' + why if why else ''} (event {failed.seq} of {log.name})"
     if settled is not None:
         return f"{engine} settled it as {settled.outcome} (event {settled.seq} of {log.name})"
-    return _last_known(engine, last, log) or f"{engine} still waits for it; its last event: {words.describe(last)} {at}"
+    return _last_known(engine, last, log) or f"{engine} still waits for it; its last event: {last.sentence()} {at}"
 
 
 def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
@@ -271,14 +272,14 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
 def _lost(log: _Log) -> str:
     """Return that events of the scheduler are lost in a log, so that what is not in it may have been; empty if none."""
     gap = log.result.trail.lost_since(0)
-    return words.lost_at(gap) if gap is not None else ""
+    return ev.lost_at(gap) if gap is not None else ""
 
 
 def _last_known(engine: str, last: ev.AnyEvent, log: _Log) -> str:
     """Return the last event that a log with a gap has of a transfer; empty if it has no gap."""
     lost = _lost(log)
     at = f"(event {last.seq} of {log.name})"
-    return f"the last that is known of {engine}: {words.describe(last)} {at}, and in its log {lost}" if lost else ""
+    return f"the last that is known of {engine}: {last.sentence()} {at}, and in its log {lost}" if lost else ""
 
 
 def _failed(events: Iterable[ev.AnyEvent], op: str) -> ev.TransferFinished | None:
@@ -296,12 +297,7 @@ def _last(events: Sequence[ev.AnyEvent], kind: type[Settled]) -> Settled | None:
 
 
 def _side(events: Iterable[ev.AnyEvent]) -> str:
-    for event in events:
-        if isinstance(event, Sided):
-            return "prefill"
-        if isinstance(event, ev.RecvRegistered | ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvSettled):
-            return "decode"
-    return ""
+    return next((SIDES[event.about.work] for event in events if event.about.work in SIDES), "")
 
 
 def _engine(log: _Log) -> str:

@@ -10,8 +10,10 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
+from ledger.queries.blame import Use
 from ledger.queries.blast_radius import BlastRadius
-from ledger.queries.questions import Diff, Use, Why
+from ledger.queries.diff import Diff
+from ledger.queries.why import Why
 from ledger.replay.case import Case
 from ledger.replay.incidents import grouped
 from ledger.report.layout import WIDTH, Page
@@ -57,7 +59,7 @@ def _when(use: Use) -> str:
         return f"from event {use.first.seq} on ({words.clock(use.first.ts_ns)})"
     if use.last is use.first:
         return f"until event {use.last.seq} ({words.clock(use.last.ts_ns)})"
-    took = words.between(use.first, use.last)
+    took = ev.between(use.first, use.last)
     return f"from event {use.first.seq} to {use.last.seq} ({words.clock(use.first.ts_ns)}{f', {took}' if took else ''})"
 
 
@@ -111,7 +113,7 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
 def lost_lines(name: str, gaps: Sequence[ev.Gap], width: int = WIDTH) -> Iterator[str]:
     """Yield what an answer could not know, because the log has lost it."""
     if gaps:
-        told = f"{name} has lost {words.gaps(gaps)}. What happened there is not in this answer."
+        told = f"{name} has lost {ev.losses(gaps)}. What happened there is not in this answer."
         yield from Page(width).row("Lost", told)
 
 

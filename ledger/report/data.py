@@ -6,6 +6,7 @@ Pure: from results to plain data; this file prints nothing.
 from collections.abc import Sequence
 from typing import Any
 
+from ledger import events as ev
 from ledger import words
 from ledger.queries.blast_radius import BlastRadius
 from ledger.replay.case import Case
@@ -60,7 +61,7 @@ def data(case: Case) -> dict[str, Any]:
             ],
             "transfers": {
                 transfer: [
-                    {"log": step.log, "seq": step.event.seq, "by_clock": step.by_clock, "what": words.line(step.event)}
+                    {"log": step.log, "seq": step.event.seq, "by_clock": step.by_clock, "what": ev.line(step.event)}
                     for step in steps
                 ]
                 for transfer, steps in case.transfers.items()
@@ -171,7 +172,7 @@ def _log_data(index: int, case: Case) -> dict[str, Any]:
         "calls": {op: _calls_data(calls) for op, calls in story.calls.items()},
         "failures": [{"code": code, "rank": rank, "number": number} for (code, rank), number in story.failures.items()],
         "open": list(report_logs.open_items(result, report_logs.taken_blocks(case, index))),
-        "time_line": [words.line(event) for event in log.events_of_interest],
+        "time_line": [ev.line(event) for event in log.events_of_interest],
     }
 
 

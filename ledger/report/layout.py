@@ -53,7 +53,7 @@ class Page:
 
     def event(self, lead: str, event: ev.Event, note: str = "") -> Iterator[str]:
         """Yield an event: its place, its time, who said it and what happened, with a note behind it."""
-        line = f"{words.line(event)}{note}"
+        line = f"{ev.line(event)}{note}"
         if self.is_narrow:
             place, _, rest = line.strip().partition("  ")
             time, _, said = rest.partition("  ")

@@ -14,8 +14,7 @@ from ledger.replay.fold import Result
 from ledger.replay.incidents import FREED
 from ledger.replay.stats import Calls, Durations, Slow
 from ledger.report.layout import Page
-from ledger.state.apply import Job, Load
-from ledger.state.pd import Recv, Send
+from ledger.state.records import Job, Load, Recv, Send
 
 END_REASONS = {"stopped": "stop token or string", "length_capped": "length limit"}
 """What vLLM's reasons for the end of a request mean, where their names say less."""
@@ -49,7 +48,7 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     yield from page.row(
         "Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {_length(result)}"
     )
-    gaps = words.gaps(result.trail.gaps)
+    gaps = ev.losses(result.trail.gaps)
     no_gap = "" if gaps else ", without a gap"
     yield from page.row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}{no_gap}")
     yield from page.row("End", ending(result))

@@ -5,81 +5,30 @@ blocks that the workers of a prefill engine write into, until none of them may w
 sticky, and it frees nothing: blocks go back when the last peer has settled, and not before. Freed on the first failure,
 they are given to another request while a sibling still writes into them.
 
-Sends and recvs are found by request: vLLM has at most one of each open for a request. Rules are functions of the state
-and one event; they are registered in `ledger.state`, and refuse an event before they change anything. This file knows
-events and block lists.
+Sends and recvs are found by request: vLLM has at most one of each open for a request. This file knows
+events and the book.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-import msgspec
+from typing import TypeAlias
 
 from ledger import events as ev
-from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, spoken, to_ranges
+from ledger.blocks import NULL_BLOCK, expand, from_ranges, spoken, to_ranges
 from ledger.errors import Refused
+from ledger.state.counts import count_down, count_up
+from ledger.state.projection import Projection
+from ledger.state.records import Recv, Send
+from ledger.state.rules import Rules
 
-if TYPE_CHECKING:
-    from ledger.state.apply import State
+RULES = Rules()
 
 KNOWN_PREFILLS = 64
 """Prefill engines whose workers are remembered. A decode engine talks to a few at a time; each restart is a new one."""
 
-SendPhase: TypeAlias = Literal["registered", "ready", "sending"]
-
-
-class Send(msgspec.Struct):
-    """A transfer to a decode engine, from its registration until it is settled or has expired."""
-
-    transfer: str
-    generation: int
-    since_seq: int
-    since_mono_ns: int
-    ranks: tuple[int, ...]
-    waiting: tuple[int, ...]
-    """Ranks that have not reported, lowest first."""
-    phase: SendPhase = "registered"
-    outcomes: dict[int, str] = {}
-    blocks: Blocks = ()
-    """What is held for the transfer; empty until it is ready."""
-    timeout_ns: int = 0
-    pushes: int = 0
-    quarantined: bool = False
-    suspected: bool = False
-
-
-class Recv(msgspec.Struct):
-    """A transfer from a prefill engine, from its registration until it is settled."""
-
-    transfer: str
-    generation: int
-    since_seq: int
-    since_mono_ns: int
-    blocks: Blocks
-    ranks: tuple[int, ...]
-    unnamed: tuple[int, ...]
-    """Ranks that have not said yet which peers will write into their blocks, lowest first."""
-    waiting: tuple[tuple[int, str], ...] = ()
-    """Rank and peer of those that may still write."""
-    outcomes: tuple[tuple[int, str, str], ...] = ()
-    """Rank, peer and outcome of those that have settled, in that order."""
-    prefill: str = ""
-    timeout_ns: int = 0
-    failed: bool = False
-    recovered: str = ""
-    """What became of the request of a failed recv, once that is known."""
-    quarantined: bool = False
-    suspected: bool = False
-
-    def missing_ranks(self) -> tuple[int, ...]:
-        """Return the ranks for which somebody may still write, lowest first."""
-        return tuple(sorted({*self.unnamed, *(rank for rank, _ in self.waiting)}))
-
-
 # --- sends ----------------------------------------------------------------------------------------------------------
 
 
-def _send_registered(state: "State", event: ev.SendRegistered) -> None:
+@RULES.on(ev.SendRegistered)
+def _send_registered(state: Projection, event: ev.SendRegistered) -> None:
     sends = state.book.sends
     if event.request in sends:
         other = sends[event.request].transfer
@@ -90,12 +39,13 @@ def _send_registered(state: "State", event: ev.SendRegistered) -> None:
     sends[event.request] = Send(event.transfer, event.generation, event.seq, event.mono_ns, ranks, ranks)
 
 
-def _send_ready(state: "State", event: ev.SendReady) -> None:
+@RULES.on(ev.SendReady)
+def _send_ready(state: Projection, event: ev.SendReady) -> None:
     send = _send(state, event)
     if send.phase != "registered":
         raise Refused("send_ready_twice", f"transfer {event.transfer} of request {event.request} was ready before")
     _no_null_block(event)
-    state.hold(event.blocks)
+    count_up(state.held, event.blocks)
     send.phase = "ready"
     send.generation = event.generation
     send.blocks = event.blocks
@@ -104,7 +54,8 @@ def _send_ready(state: "State", event: ev.SendReady) -> None:
     send.since_mono_ns = event.mono_ns
 
 
-def _send_started(state: "State", event: ev.SendStarted) -> None:
+@RULES.on(ev.SendStarted)
+def _send_started(state: Projection, event: ev.SendStarted) -> None:
     send = _send(state, event)
     if send.phase == "registered":
         raise Refused("sent_before_ready", f"rank {event.rank} pushes transfer {event.transfer} before it is ready")
@@ -113,7 +64,8 @@ def _send_started(state: "State", event: ev.SendStarted) -> None:
     send.pushes += 1
 
 
-def _rank_sent(state: "State", event: ev.RankSent) -> None:
+@RULES.on(ev.RankSent)
+def _rank_sent(state: Projection, event: ev.RankSent) -> None:
     send = _send(state, event)
     if send.phase == "registered":
         raise Refused("sent_before_ready", f"rank {event.rank} reports transfer {event.transfer} before it is ready")
@@ -122,7 +74,8 @@ def _rank_sent(state: "State", event: ev.RankSent) -> None:
     send.outcomes[event.rank] = event.outcome
 
 
-def _send_settled(state: "State", event: ev.SendSettled) -> None:
+@RULES.on(ev.SendSettled)
+def _send_settled(state: Projection, event: ev.SendSettled) -> None:
     send = _send(state, event)
     _not_quarantined(send, event)
     if event.outcome == "withdrawn":
@@ -132,18 +85,19 @@ def _send_settled(state: "State", event: ev.SendSettled) -> None:
         _all_reported(send, event)
         if "expired" in send.outcomes.values():
             raise Refused("send_not_served", f"transfer {event.transfer} cannot settle as sent: a rank waited in vain")
-    state.let_go(send.blocks)
+    count_down(state.held, send.blocks)
     del state.book.sends[event.request]
 
 
-def _send_expired(state: "State", event: ev.SendExpired) -> None:
+@RULES.on(ev.SendExpired)
+def _send_expired(state: Projection, event: ev.SendExpired) -> None:
     send = _send(state, event)
     _not_quarantined(send, event)
     _all_reported(send, event)
     expired = to_ranges([rank for rank in send.ranks if send.outcomes[rank] == "expired"])
     if not expired or event.expired_ranks != expired:
         raise Refused("send_not_expired", f"transfer {event.transfer} expired on ranks {expired}, not as it is said")
-    state.let_go(send.blocks)
+    count_down(state.held, send.blocks)
     del state.book.sends[event.request]
 
 
@@ -168,7 +122,8 @@ def _expects(send: Send, event: ev.SendStarted | ev.RankSent) -> None:
 # --- recvs ----------------------------------------------------------------------------------------------------------
 
 
-def _recv_registered(state: "State", event: ev.RecvRegistered) -> None:
+@RULES.on(ev.RecvRegistered)
+def _recv_registered(state: Projection, event: ev.RecvRegistered) -> None:
     book = state.book
     if event.request in book.recvs:
         other = book.recvs[event.request].transfer
@@ -188,14 +143,15 @@ def _recv_registered(state: "State", event: ev.RecvRegistered) -> None:
         prefill=event.prefill,
         timeout_ns=event.timeout_ns,
     )
-    state.hold(event.blocks)
+    count_up(state.held, event.blocks)
     record = book.requests.get(event.request)
     if event.blocks and record is not None and record.generation == event.generation:
         record.state = "loading"
         record.since_seq = event.seq
 
 
-def _peers_named(state: "State", event: ev.PeersNamed) -> None:
+@RULES.on(ev.PeersNamed)
+def _peers_named(state: Projection, event: ev.PeersNamed) -> None:
     recv = _recv(state, event)
     if event.rank not in recv.unnamed:
         raise Refused("peers_named_twice", f"rank {event.rank} had named the peers of transfer {event.transfer} before")
@@ -210,7 +166,8 @@ def _peers_named(state: "State", event: ev.PeersNamed) -> None:
             del prefills[next(iter(prefills))]
 
 
-def _peer_settled(state: "State", event: ev.PeerSettled) -> None:
+@RULES.on(ev.PeerSettled)
+def _peer_settled(state: Projection, event: ev.PeerSettled) -> None:
     recv = _recv(state, event)
     if not event.peer:
         if event.rank not in recv.unnamed:
@@ -230,14 +187,16 @@ def _peer_settled(state: "State", event: ev.PeerSettled) -> None:
     recv.outcomes = (*recv.outcomes, (event.rank, event.peer, event.outcome))
 
 
-def _recv_failed(state: "State", event: ev.RecvFailed) -> None:
+@RULES.on(ev.RecvFailed)
+def _recv_failed(state: Projection, event: ev.RecvFailed) -> None:
     recv = _recv(state, event)
     if recv.failed:
         raise Refused("recv_failed_twice", f"transfer {event.transfer} had failed before; a transfer fails once")
     recv.failed = True
 
 
-def _recv_recovered(state: "State", event: ev.RecvRecovered) -> None:
+@RULES.on(ev.RecvRecovered)
+def _recv_recovered(state: Projection, event: ev.RecvRecovered) -> None:
     recv = _recv(state, event)
     if not recv.failed:
         raise Refused("recovered_from_nothing", f"transfer {event.transfer} did not fail, so nothing was recovered")
@@ -246,7 +205,8 @@ def _recv_recovered(state: "State", event: ev.RecvRecovered) -> None:
     recv.recovered = event.action
 
 
-def _recv_settled(state: "State", event: ev.RecvSettled) -> None:
+@RULES.on(ev.RecvSettled)
+def _recv_settled(state: Projection, event: ev.RecvSettled) -> None:
     recv = _recv(state, event)
     _not_quarantined(recv, event)
     if recv.unnamed or recv.waiting:
@@ -258,7 +218,7 @@ def _recv_settled(state: "State", event: ev.RecvSettled) -> None:
         raise Refused("failure_is_sticky", f"transfer {event.transfer} {said}; it cannot settle as {event.outcome}")
     if not recv.failed and any(outcome != "ok" for _, _, outcome in recv.outcomes):
         raise Refused("unreported_failure", f"a peer failed transfer {event.transfer}, and no recv_failed says so")
-    state.let_go(recv.blocks)
+    count_down(state.held, recv.blocks)
     book = state.book
     del book.recvs[event.request]
     record = book.requests.get(event.request)
@@ -273,14 +233,14 @@ _OfSend: TypeAlias = ev.SendReady | ev.SendStarted | ev.RankSent | ev.SendSettle
 _OfRecv: TypeAlias = ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered | ev.RecvSettled
 
 
-def _send(state: "State", event: _OfSend) -> Send:
+def _send(state: Projection, event: _OfSend) -> Send:
     send = state.book.sends.get(event.request)
     if send is None or send.transfer != event.transfer:
         raise Refused("unknown_send", f"request {event.request} has no open send {event.transfer}")
     return send
 
 
-def _recv(state: "State", event: _OfRecv) -> Recv:
+def _recv(state: Projection, event: _OfRecv) -> Recv:
     recv = state.book.recvs.get(event.request)
     if recv is None or recv.transfer != event.transfer:
         raise Refused("unknown_recv", f"request {event.request} has no open recv {event.transfer}")
@@ -295,20 +255,3 @@ def _no_null_block(event: ev.SendReady | ev.RecvRegistered) -> None:
 def _not_quarantined(opened: Send | Recv, event: ev.SendSettled | ev.SendExpired | ev.RecvSettled) -> None:
     if opened.quarantined:
         raise Refused("transfer_quarantined", f"transfer {event.transfer} is quarantined: its blocks stay held")
-
-
-RULES: Mapping[type[ev.Event], Callable[["State", Any], None]] = {
-    ev.SendRegistered: _send_registered,
-    ev.SendReady: _send_ready,
-    ev.SendStarted: _send_started,
-    ev.RankSent: _rank_sent,
-    ev.SendSettled: _send_settled,
-    ev.SendExpired: _send_expired,
-    ev.RecvRegistered: _recv_registered,
-    ev.PeersNamed: _peers_named,
-    ev.PeerSettled: _peer_settled,
-    ev.RecvFailed: _recv_failed,
-    ev.RecvRecovered: _recv_recovered,
-    ev.RecvSettled: _recv_settled,
-}
-"""What each event of a transfer changes, and when it is refused."""

@@ -1,7 +1,7 @@
 """A log as a picture: what is drawn of each event, from which `ledger.trace.perfetto` makes a file for a viewer.
 
-`Picture` draws events in the order of the log. It decides nothing: what is open, and what a request is doing, is what
-the book says after each event. It is pure, and its memory grows with what is open.
+`TraceBuilder` draws events in the order of the log. It decides nothing: what is open, and what a request is doing, is
+what the book says after each event. It is pure, and its memory grows with what is open.
 
 How tracks are kept is in `ledger.trace.tracks`. This file knows events, the book, findings and words.
 """
@@ -17,16 +17,18 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import Ranges, count, from_ranges
 from ledger.errors import Refused
-from ledger.state.apply import Book, State
+from ledger.state.apply import State
+from ledger.state.open_work import OpenWork, open_work
+from ledger.state.records import Book, Send
 from ledger.trace.clock import Clock
-from ledger.trace.tracks import Args, Canvas, Key, place_of
+from ledger.trace.tracks import Args, Key, Tracks, place_of
 from ledger.verdicts.base import Finding
 
 SHOWN_KEYS = 32
 """Hashes of keys that a call shows. The number of its keys is always there, and the log has all of them."""
 
 
-class Picture(Canvas):
+class TraceBuilder(Tracks):
     """Draws one log.
 
     Args:
@@ -68,7 +70,7 @@ class Picture(Canvas):
         try:
             self.state.apply(event)
         except Refused as refused:
-            said = f"refused by the book: {words.describe(event)}"
+            said = f"refused by the book: {event.sentence()}"
             self._alarm(event, ts_ns, said, {"rule": refused.rule, "detail": refused.detail})
             return
         if event.evidence:
@@ -76,10 +78,10 @@ class Picture(Canvas):
             return
         drawn = _DRAWN.get(event.__class__)
         if drawn is None:
-            self._instant(("request", getattr(event, "request", "")), event, ts_ns)
+            self._draw_by_subject(event, ts_ns)
         else:
             drawn(self, event, ts_ns)
-        self._follow(getattr(event, "request", ""), event, ts_ns)
+        self._follow(ev.request_of(event), event, ts_ns)
         self._count(ts_ns)
 
     def end(self, how: str = "torn") -> None:
@@ -109,14 +111,29 @@ class Picture(Canvas):
         """Mark an event on what is open, or among the other events if that is not."""
         opened = self._open.get(key)
         track = opened.track if opened is not None else self._one("other events", event.source)
-        said = name if opened is not None and name else words.describe(event)
-        args = {"what": words.describe(event) if said == name else "", **_reason(event), **place_of(event)}
+        said = name if opened is not None and name else event.sentence()
+        args = {"what": event.sentence() if said == name else "", **_reason(event), **place_of(event)}
         self._put("instant", track, ts_ns, said, str(key[0]), args, last_flows=last_flows)
+
+    def _draw_by_subject(self, event: ev.Event, ts_ns: int) -> None:
+        """Draw an event of a kind that has no drawing of its own: on what it is about."""
+        about = event.about
+        if about.work == "named" and about.step != "beside":
+            self._alarm(event, ts_ns)
+            return
+        key = _key(event)
+        self._instant(key, event, ts_ns)
+        if about.step == "ends" and key[0] != "request":
+            self._close(key, ts_ns, {"end": event.sentence()})
+
+    def _on_request(self, event: ev.RecvRecovered, ts_ns: int) -> None:
+        """Mark on its request what became of that: the recv is told by other events."""
+        self._instant(("request", event.request), event, ts_ns)
 
     def _alarm(self, event: ev.Event, ts_ns: int, said: str = "", args: Args | None = None) -> None:
         track = self._one("alarms", event.source)
         shown = {**(args or {}), **_reason(event), **place_of(event)}
-        self._put("instant", track, ts_ns, said or words.describe(event), ev.kind_of(event), shown)
+        self._put("instant", track, ts_ns, said or event.sentence(), ev.kind_of(event), shown)
 
     def _finding(self, finding: Finding, source: str, ts_ns: int) -> None:
         public = finding.public()
@@ -153,16 +170,17 @@ class Picture(Canvas):
         if record is None:
             if opened is not None:
                 self._phases[opened.state] -= 1
-                self._close(key, ts_ns, {"end": words.describe(event), **(args or {})})
+                self._close(key, ts_ns, {"end": event.sentence(), **(args or {})})
             return
         if opened is None:
+            prompt_tokens = event.prompt_tokens if isinstance(event, ev.RequestQueued) else 0
             opened = self._begin(
                 key,
                 self._row("requests"),
                 request,
                 event,
                 ts_ns,
-                {"request": request, "prompt tokens": getattr(event, "prompt_tokens", 0), **(args or {})},
+                {"request": request, "prompt tokens": prompt_tokens, **(args or {})},
             )
         if opened.state != record.state:
             self._phases[record.state] += 1
@@ -361,7 +379,8 @@ class Picture(Canvas):
 
     def _call(self, event: ev.TransferStarted, ts_ns: int) -> None:
         of_call = words.call_of_its_rank(event.op, event.transfer, event.rank)
-        work = f" for job {event.job}" if event.job >= 0 else f" for load {event.load}" if event.load >= 0 else ""
+        subject = ev.subject_of(event)
+        work = f" for {subject.name}" if subject is not None and subject.work in ("job", "load") else ""
         args = {
             "request": event.request,
             "keys": len(event.keys),
@@ -393,14 +412,13 @@ class Picture(Canvas):
             self._close(key, ts_ns, args)
         else:
             shown = {**args, **place_of(event)}
-            said = f"{words.describe(event)}; its begin is not in this log"
+            said = f"{event.sentence()}; its begin is not in this log"
             self._put("instant", self._rank(event.rank), ts_ns, said, "call", shown)
 
     def _flows_of_call(self, event: ev.TransferStarted) -> tuple[int, ...]:
-        if event.job >= 0:
-            return (self._flow("job", event.job, event.rank),)
-        if event.load >= 0:
-            return (self._flow("load", event.load, event.rank),)
+        subject = ev.subject_of(event)
+        if subject is not None and subject.work in ("job", "load"):
+            return (self._flow(*subject.key, event.rank),)
         return (_flow("pair", event.transfer, self._worker(event.rank), event.peer),) if event.peer else ()
 
     def _to_ranks(self, what: str, name: int | str, ranks: Ranges) -> list[int]:
@@ -423,7 +441,7 @@ class Picture(Canvas):
             **event.versions,
             **place_of(event),
         }
-        self._put("instant", self._one("log", event.source), ts_ns, words.describe(event), "log", args)
+        self._put("instant", self._one("log", event.source), ts_ns, event.sentence(), "log", args)
 
     def _checkpoint(self, event: ev.Checkpoint, ts_ns: int) -> None:
         """Take over the book that follows on a gap: what ended in the gap is ended, what began in it is begun."""
@@ -432,42 +450,35 @@ class Picture(Canvas):
         self.state.restore(msgspec.json.decode(event.book, type=Book))
         book = self.state.book
         lost = {"end": f"in a gap before event {event.seq}; the time is that of the checkpoint after it"}
-        alive: dict[str, Callable[[Any], bool]] = {
-            "job": lambda key: key[1] in book.jobs,
-            "load": lambda key: key[1] in book.loads,
-            "send": lambda key: key[1] in book.sends,
-            "recv": lambda key: key[1] in book.recvs,
-        }
+        works = {_work_key(work): work for work in open_work(book)}
         open_peers = {
             *(("peer", recv.transfer, rank, peer) for recv in book.recvs.values() for rank, peer in recv.waiting),
             *(("peer", send.transfer, rank) for send in book.sends.values() for rank in send.waiting),
         }
-        alive["peer"] = lambda key: key in open_peers or key[:3] in open_peers
-        for key in [key for key in self._open if key[0] in alive and not alive[str(key[0])](key)]:
-            self._close(key, ts_ns, lost)
+        for key in list(self._open):
+            is_work = key[0] in _ROWS and key not in works
+            is_peer = key[0] == "peer" and key not in open_peers and key[:3] not in open_peers
+            if is_work or is_peer:
+                self._close(key, ts_ns, lost)
         began = {"begin": f"in a gap before event {event.seq}; known from the checkpoint after it"}
-        for number, job in book.jobs.items():
-            self._known("job", number, "store jobs", f"job {number}", event, ts_ns, {**_of(job), **began})
-        for number, load in book.loads.items():
-            self._known("load", number, "loads", f"load {number}", event, ts_ns, {**_of(load), **began})
-        for request, send in book.sends.items():
-            args = {"request": request, **_of(send), **began}
-            self._known("send", request, "sends", f"send {send.transfer}", event, ts_ns, args)
-            self._phase(("send", request), send.phase, ts_ns)
-        for request, recv in book.recvs.items():
-            args = {"request": request, **_of(recv), **began}
-            self._known("recv", request, "recvs", f"recv {recv.transfer}", event, ts_ns, args)
+        for key, work in works.items():
+            self._known(key, work, event, ts_ns, began)
         followed = {str(key[1]) for key in self._open if key[0] == "request"}
         for request in sorted(followed - book.requests.keys()):
             self._follow(request, event, ts_ns, lost)
         for request in book.requests:
             self._follow(request, event, ts_ns, {} if request in followed else began)
 
-    def _known(self, what: str, name: str | int, row: str, title: str, event: ev.Event, ts_ns: int, args: Args) -> None:
-        if (what, name) not in self._open:
-            opened = self._begin((what, name), self._row(row), title, event, ts_ns, args)
-            if what == "load":
-                opened.request = str(args["request"])
+    def _known(self, key: Key, work: OpenWork, event: ev.Event, ts_ns: int, began: dict[str, str]) -> None:
+        """Begin what a checkpoint holds and no event of the log has begun."""
+        if key not in self._open:
+            blocks = words.blocks(work.blocks) if work.blocks else ""
+            args = {"request": work.request, "generation": work.generation, "blocks": blocks, **began}
+            opened = self._begin(key, self._row(_ROWS[work.kind]), work.name, event, ts_ns, args)
+            if work.kind == "load":
+                opened.request = work.request
+        if isinstance(work.record, Send):
+            self._phase(key, work.record.phase, ts_ns)
 
     def _gap(self, event: ev.Gap, ts_ns: int) -> None:
         self._gaps[event.origin] = event.seq
@@ -475,45 +486,47 @@ class Picture(Canvas):
 
     def _log_closed(self, event: ev.LogClosed, ts_ns: int) -> None:
         self._closed = True
-        self._put("instant", self._one("log", event.source), ts_ns, words.describe(event), "log", place_of(event))
+        self._put("instant", self._one("log", event.source), ts_ns, event.sentence(), "log", place_of(event))
 
 
-_DRAWN: dict[type[ev.Event], Callable[[Picture, Any, int], None]] = {
-    ev.RequestQueued: Picture._queued,
-    ev.RequestScheduled: Picture._nothing,
-    ev.RequestPreempted: Picture._nothing,
-    ev.RequestResumed: Picture._nothing,
-    ev.RequestFinished: Picture._nothing,
-    ev.RequestAborted: Picture._nothing,
-    ev.JobRegistered: Picture._job_registered,
-    ev.PinTouched: Picture._pin_touched,
-    ev.RankCompleted: Picture._rank_completed,
-    ev.JobSettled: Picture._job_settled,
-    ev.BlocksFreed: Picture._blocks_freed,
-    ev.LoadPlanned: Picture._load_planned,
-    ev.LoadRegistered: Picture._load_registered,
-    ev.RankLoaded: Picture._rank_loaded,
-    ev.LoadFailed: Picture._load_failed,
-    ev.LoadSettled: Picture._load_settled,
-    ev.SendRegistered: Picture._send_registered,
-    ev.SendReady: Picture._send_ready,
-    ev.SendStarted: Picture._send_started,
-    ev.RankSent: Picture._rank_sent,
-    ev.SendSettled: Picture._send_over,
-    ev.SendExpired: Picture._send_over,
-    ev.RecvRegistered: Picture._recv_registered,
-    ev.PeersNamed: Picture._peers_named,
-    ev.PeerSettled: Picture._peer_settled,
-    ev.RecvFailed: Picture._recv_failed,
-    ev.RecvSettled: Picture._recv_settled,
-    ev.LogOpened: Picture._opened,
-    ev.Checkpoint: Picture._checkpoint,
-    ev.Gap: Picture._gap,
-    ev.InvariantViolated: Picture._alarm,
-    ev.StallSuspected: Picture._alarm,
-    ev.LogClosed: Picture._log_closed,
+_DRAWN: dict[type[ev.Event], Callable[[TraceBuilder, Any, int], None]] = {
+    ev.RequestQueued: TraceBuilder._queued,
+    ev.RequestScheduled: TraceBuilder._nothing,
+    ev.RequestPreempted: TraceBuilder._nothing,
+    ev.RequestResumed: TraceBuilder._nothing,
+    ev.RequestFinished: TraceBuilder._nothing,
+    ev.RequestAborted: TraceBuilder._nothing,
+    ev.JobRegistered: TraceBuilder._job_registered,
+    ev.PinTouched: TraceBuilder._pin_touched,
+    ev.RankCompleted: TraceBuilder._rank_completed,
+    ev.JobSettled: TraceBuilder._job_settled,
+    ev.BlocksFreed: TraceBuilder._blocks_freed,
+    ev.LoadPlanned: TraceBuilder._load_planned,
+    ev.LoadRegistered: TraceBuilder._load_registered,
+    ev.RankLoaded: TraceBuilder._rank_loaded,
+    ev.LoadFailed: TraceBuilder._load_failed,
+    ev.LoadSettled: TraceBuilder._load_settled,
+    ev.SendRegistered: TraceBuilder._send_registered,
+    ev.SendReady: TraceBuilder._send_ready,
+    ev.SendStarted: TraceBuilder._send_started,
+    ev.RankSent: TraceBuilder._rank_sent,
+    ev.SendSettled: TraceBuilder._send_over,
+    ev.SendExpired: TraceBuilder._send_over,
+    ev.RecvRegistered: TraceBuilder._recv_registered,
+    ev.PeersNamed: TraceBuilder._peers_named,
+    ev.PeerSettled: TraceBuilder._peer_settled,
+    ev.RecvFailed: TraceBuilder._recv_failed,
+    ev.RecvSettled: TraceBuilder._recv_settled,
+    ev.RecvRecovered: TraceBuilder._on_request,
+    ev.LogOpened: TraceBuilder._opened,
+    ev.Checkpoint: TraceBuilder._checkpoint,
+    ev.Gap: TraceBuilder._gap,
+    ev.LogClosed: TraceBuilder._log_closed,
 }
-"""How a kind is drawn; any other is an instant on its request. Of the requests, the book says it all."""
+"""How a kind is drawn; any other is an instant on what it is about. Of the requests, the book says it all."""
+
+_ROWS = {"job": "store jobs", "load": "loads", "send": "sends", "recv": "recvs"}
+"""The tracks of open work."""
 
 
 def _flow(*names: str | int) -> int:
@@ -529,15 +542,21 @@ def _call_key(event: ev.TransferStarted | ev.TransferFinished) -> Key:
     return ("call", event.transfer, event.rank, event.peer)
 
 
-def _reason(event: Any) -> dict[str, str]:
-    fields = (getattr(event, name, "") for name in ("code", "raw", "exception", "stage"))
-    return {"why": why} if (why := words.failure(*fields)) else {}
+def _reason(event: ev.Event) -> dict[str, str]:
+    return {"why": why} if (why := ev.failure_of(event)) else {}
 
 
-def _of(opened: Any) -> dict[str, str | int]:
-    """Return what the book has of open work."""
-    request = {"request": opened.request} if hasattr(opened, "request") else {}
-    return {**request, "generation": opened.generation, "blocks": words.blocks(opened.blocks) if opened.blocks else ""}
+def _key(event: ev.Event) -> Key:
+    """Return the name of the slice of what an event is about; that of its request if it is no step of its work."""
+    subject = ev.subject_of(event) if event.about.step != "beside" else None
+    if subject is None:
+        return "request", ev.request_of(event)
+    return subject.work, subject.request if subject.work in ("send", "recv") else subject.id
+
+
+def _work_key(work: OpenWork) -> Key:
+    """Return the name of the slice of open work: a transfer is found by its request, which has one at most."""
+    return work.kind, work.request if work.is_transfer else work.id
 
 
 def _text(value: object) -> str:

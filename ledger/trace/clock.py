@@ -99,7 +99,7 @@ def axis(logs: Sequence[Iterable[ev.AnyEvent]]) -> Axis:
             ts_ns = clock.at(event)
             if isinstance(event, ev.LogOpened):
                 width = max(event.tensor_parallel, 1)
-            transfer = getattr(event, "transfer", "")
+            transfer = ev.transfer_of(event)
             if transfer and not zlib.crc32(transfer.encode()) & mask:
                 _note(moments, transfer, number, event, ts_ns, width)
                 while len(moments) > KEPT_TRANSFERS:

@@ -16,7 +16,7 @@ from ledger.errors import LedgerError
 from ledger.file.publish import refuse_existing, write_pages
 from ledger.file.read import open_log
 from ledger.replay.case import Case, Progress, replay_files
-from ledger.trace.builder import Picture
+from ledger.trace.builder import TraceBuilder
 from ledger.trace.clock import Axis, Clock, axis
 from ledger.trace.tracks import Entry, Item, Track
 
@@ -80,16 +80,16 @@ def _items(case: Case, placed: Axis, target: Path, progress: Progress | None) ->
         result = log.result
         name = f"engine {result.opened.engine}, boot {result.opened.boot}" if result.opened else log.path.name
         findings = [finding for index, finding in case.findings if index == number]
-        picture = Picture(number, name, findings, Clock(placed.shifts_ns[number]), placed.told()[number])
+        builder = TraceBuilder(number, name, findings, Clock(placed.shifts_ns[number]), placed.told()[number])
         for event in _again(case, number):
-            picture.draw(event)
-            yield from picture.items
-            picture.items.clear()
+            builder.draw(event)
+            yield from builder.items
+            builder.items.clear()
             done += 1
             if progress is not None and done % PROGRESS_EVENTS == 0:
                 progress(target, done, total)
-        picture.end(result.end.how if result.end is not None else "torn")
-        yield from picture.items
+        builder.end(result.end.how if result.end is not None else "torn")
+        yield from builder.items
 
 
 class _Encoder:

@@ -137,7 +137,7 @@ _UNITS = {
 }
 
 
-class Canvas:
+class Tracks:
     """The tracks of one process, and what is put on them.
 
     Args:

@@ -17,8 +17,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import expand, numbers
-from ledger.state.apply import Load
-from ledger.state.pd import Recv
+from ledger.state.records import Load, Recv
 from ledger.verdicts.base import Finding
 from ledger.verdicts.history import Chain, End, Trail, forget_oldest
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
@@ -165,7 +164,7 @@ class EarlyFree(RuleVerdict):
             return
         lost = self.trail.lost_since(opened.since_seq)
         doubt = (
-            f"{words.lost_at(lost)}, and the request may have ended there and come again, on other blocks"
+            f"{ev.lost_at(lost)}, and the request may have ended there and come again, on other blocks"
             if lost is not None
             else ""
         )
@@ -193,7 +192,7 @@ class EarlyFree(RuleVerdict):
             return
         lost = self.trail.lost_since(opened.since_seq)
         gone = lost is not None and not self.trail.restored_after(lost.seq)
-        doubt = f"{words.lost_at(lost)}, and it may have ended there" if lost is not None and gone else ""
+        doubt = f"{ev.lost_at(lost)}, and it may have ended there" if lost is not None and gone else ""
         self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain, doubt))
 
     def _keep(self, released: _Released) -> None:

@@ -10,19 +10,24 @@ This file knows events and the state. It draws no conclusions.
 # ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from types import MethodType
 from typing import Any, TypeAlias
 
 import msgspec
 
 from ledger import events as ev
 from ledger.blocks import Blocks
-from ledger.state.apply import Job, Load, State
-from ledger.state.pd import Recv, Send
+from ledger.state.apply import State
+from ledger.state.open_work import OpenWork, open_work
+from ledger.state.records import Job, Load, Recv, Send
 
 Chain: TypeAlias = list[ev.Event]
 """The events of one job, load or request, in the order of the log."""
+
+See: TypeAlias = Callable[[Any], None]
+"""Takes an event of the kinds that it wants to see."""
 
 KEPT_EVENTS_PER_REQUEST = 200
 """A request that is preempted for ever must not fill memory: its first event and its newest ones are kept."""
@@ -52,7 +57,7 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     """
 
     request: str
-    event: ev.JobSettled | ev.BlocksFreed | ev.LoadSettled | ev.SendSettled | ev.SendExpired | ev.RecvSettled
+    event: ev.Event
     blocks: Blocks = ()
     began: ev.Event | None = None
     answer: ev.Event | None = None
@@ -195,9 +200,7 @@ class Trail:
         self.sends = {name: self.sends.get(name, []) for name in book.sends}
         self.recvs = {name: self.recvs.get(name, []) for name in book.recvs}
         self.requests = {name: self.requests.get(name, []) for name in book.requests}
-        opened: set[tuple[str, int | str]] = {("job", number) for number in book.jobs}
-        opened.update(("load", number) for number in book.loads)
-        opened.update(("transfer", recv.transfer) for recv in book.recvs.values())
+        opened = {over_key(work) for work in open_work(book)}
         self.ended_under = {key: event for key, event in self.ended_under.items() if key in opened}
 
     def same_life(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
@@ -214,6 +217,13 @@ class Trail:
         life = self.requests.get(request)
         return bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > seq
 
+    def events_of(self, work: OpenWork) -> Chain:
+        """Return the events of open work, in the order of the log; none that came before a gap hid its beginning."""
+        chains: dict[Any, Chain] = {"job": self.jobs, "load": self.loads, "send": self.sends, "recv": self.recvs}[
+            work.kind
+        ]
+        return chains.get(work.request if work.is_transfer else work.id, [])
+
     def lost_since(self, seq: int) -> ev.Gap | None:
         """Return the first gap behind that place in which events of the scheduler are lost; None if there is none.
 
@@ -223,12 +233,10 @@ class Trail:
 
     def transfer_chain(self, event: ev.Event) -> Chain | None:
         """Return the events of the open send or recv that an event of a P/D transfer belongs to."""
-        request = getattr(event, "request", "")
-        if isinstance(event, ev.SendStarted | ev.RankSent | ev.SendSettled | ev.SendExpired):
-            return self.sends.get(request)
-        if isinstance(event, ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered | ev.RecvSettled):
-            return self.recvs.get(request)
-        return None
+        if event.about.step == "begins":
+            return None
+        chains = {"send": self.sends, "recv": self.recvs}.get(event.about.work)
+        return chains.get(ev.request_of(event)) if chains is not None else None
 
     def last_end(self, request: str, job: int = -1, load: int = -1, transfer: str = "") -> list[ev.Event]:
         """Return what is remembered of a job, load or transfer and how its request ended, in the order of the log."""
@@ -243,21 +251,23 @@ class Trail:
         over = self.over.get(("job", job))
         return over.request if over is not None else ""
 
+    def takes(self, kind: type[ev.Event]) -> See | None:
+        """Return what takes the events of a kind: a method `on_<kind>`, else the one for what they are about.
+
+        None if they are about nothing that is followed here.
+        """
+        own: See | None = getattr(self, f"on_{str(kind.__struct_config__.tag).partition('@')[0]}", None)
+        if own is not None:
+            return own
+        default = _BY_SUBJECT.get((kind.about.work, kind.about.step))
+        return MethodType(default, self) if default is not None else None
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def on_request_queued(self, event: ev.RequestQueued) -> None:
+    def _request_begins(self, event: Any) -> None:
         self.requests[event.request] = [event]
 
-    def _request(
-        self,
-        event: ev.RequestScheduled
-        | ev.RequestPreempted
-        | ev.RequestResumed
-        | ev.LookupAnswered
-        | ev.LookupDeferred
-        | ev.LookupSuppressed
-        | ev.LoadRecovered,
-    ) -> None:
+    def _request(self, event: Any) -> None:
         chain = self.requests.get(event.request)
         if chain is None:
             self.requests[event.request] = [event]
@@ -266,14 +276,11 @@ class Trail:
         if len(chain) > KEPT_EVENTS_PER_REQUEST:
             del chain[1 : KEPT_EVENTS_PER_REQUEST // 2]
 
-    on_request_scheduled = on_request_preempted = on_request_resumed = _request
-    on_lookup_answered = on_lookup_deferred = on_lookup_suppressed = _request
-
     def on_load_recovered(self, event: ev.LoadRecovered) -> None:
         if event.request in self.requests:
             self._request(event)
 
-    def _request_ended(self, event: RequestEnd) -> None:
+    def _request_ends(self, event: Any) -> None:
         self.requests.pop(event.request, None)
         for job in self.jobs_of.get(event.request, ()):
             self.ended_under.setdefault(("job", job), event)
@@ -287,34 +294,33 @@ class Trail:
         ended[event.request] = event
         forget_oldest(ended)
 
-    on_request_finished = on_request_aborted = _request_ended
-
     # --- store jobs -------------------------------------------------------------------------------------------------
 
-    def on_job_registered(self, event: ev.JobRegistered) -> None:
+    def _job_begins(self, event: Any) -> None:
         self.jobs[event.job] = [event]
         self.jobs_of.setdefault(event.request, []).append(event.job)
         self._owners[event.job] = event.request
 
-    def on_pin_touched(self, event: ev.PinTouched) -> None:
-        self.jobs[event.job].append(event)
+    def _job(self, event: Any) -> None:
+        chain = self.jobs.get(event.job)
+        if chain is not None:
+            chain.append(event)
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
-        self.jobs[event.job].append(event)
+        self._job(event)
         self.answered[event.rank] = self.reported[event.rank] = event
 
     def on_job_settled(self, event: ev.JobSettled) -> None:
         if event.job in self.state.book.jobs:
-            self.jobs[event.job].append(event)
+            self._job(event)
         else:
-            self._job_ended(event)
+            self._job_ends(event)
 
-    def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
-        self._job_ended(event)
-
-    def _job_ended(self, event: ev.JobSettled | ev.BlocksFreed) -> None:
+    def _job_ends(self, event: Any) -> None:
         job = event.job
-        chain = self.jobs.pop(job)
+        chain = self.jobs.pop(job, None)
+        if chain is None:
+            return
         request = self._owners.pop(job)
         jobs = self.jobs_of[request]
         jobs.remove(job)
@@ -330,69 +336,66 @@ class Trail:
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
-    def on_load_planned(self, event: ev.LoadPlanned) -> None:
+    def _load_begins(self, event: Any) -> None:
         self.loads[event.load] = [event]
 
-    def _load(self, event: ev.LoadRegistered | ev.LoadFailed) -> None:
-        self.loads[event.load].append(event)
-
-    on_load_registered = on_load_failed = _load
+    def _load(self, event: Any) -> None:
+        chain = self.loads.get(event.load)
+        if chain is not None:
+            chain.append(event)
 
     def on_rank_loaded(self, event: ev.RankLoaded) -> None:
-        self.loads[event.load].append(event)
+        self._load(event)
         self.answered[event.rank] = event
 
-    def on_load_settled(self, event: ev.LoadSettled) -> None:
-        chain = self.loads.pop(event.load)
+    def _load_ends(self, event: Any) -> None:
+        chain = self.loads.pop(event.load, None)
         planned = chain[0] if chain else None
         if isinstance(planned, ev.LoadPlanned):
-            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks, *_ends(chain)))
+            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks, *_ends(chain or [])))
 
     # --- P/D transfers ----------------------------------------------------------------------------------------------
 
-    def on_send_registered(self, event: ev.SendRegistered) -> None:
+    def _send_begins(self, event: Any) -> None:
         self.sends[event.request] = [event]
 
-    def _sending(self, event: ev.SendReady | ev.SendStarted | ev.RankSent) -> None:
-        self.sends[event.request].append(event)
+    def _send(self, event: Any) -> None:
+        chain = self.sends.get(event.request)
+        if chain is not None:
+            chain.append(event)
 
-    on_send_ready = on_send_started = on_rank_sent = _sending
+    def _send_ends(self, event: Any) -> None:
+        self._transfer_ends(event, self.sends.pop(event.request, None))
 
-    def _sent(self, event: ev.SendSettled | ev.SendExpired) -> None:
-        chain = self.sends.pop(event.request)
-        self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
-
-    on_send_settled = on_send_expired = _sent
-
-    def on_recv_registered(self, event: ev.RecvRegistered) -> None:
+    def _recv_begins(self, event: Any) -> None:
         self.recvs[event.request] = [event]
 
-    def _receiving(self, event: ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRecovered) -> None:
-        self.recvs[event.request].append(event)
-
-    on_peers_named = on_peer_settled = on_recv_failed = on_recv_recovered = _receiving
-
-    def on_recv_settled(self, event: ev.RecvSettled) -> None:
-        chain = self.recvs.pop(event.request)
-        self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
-
-    # --- evidence and suspicions, of jobs and loads -----------------------------------------------------------------
-
-    def _work(self, event: ev.TransferStarted | ev.TransferFinished | ev.StallSuspected | ev.InvariantViolated) -> None:
-        chain = self.jobs.get(event.job) if event.job >= 0 else self.loads.get(event.load)
+    def _recv(self, event: Any) -> None:
+        chain = self.recvs.get(event.request)
         if chain is not None:
             chain.append(event)
-        elif event.job < 0 and event.load < 0:
-            for chain in (self.sends.get(event.request), self.recvs.get(event.request)):
-                if chain and chain[0].transfer == event.transfer:  # type: ignore[attr-defined] - registrations name it
+
+    def _recv_ends(self, event: Any) -> None:
+        self._transfer_ends(event, self.recvs.pop(event.request, None))
+
+    def _transfer_ends(self, event: Any, chain: Chain | None) -> None:
+        if chain is not None:
+            self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
+
+    # --- evidence and suspicions, of the work that their fields name ------------------------------------------------
+
+    def _named(self, event: Any) -> None:
+        # Most events are calls, so their fields are asked for here and not by way of `ev.subject_of`.
+        job: int = getattr(event, "job", -1)
+        load: int = getattr(event, "load", -1) if job < 0 else -1
+        chain = self.jobs.get(job) if job >= 0 else self.loads.get(load)
+        if chain is not None:
+            chain.append(event)
+        elif job < 0 and load < 0:
+            request, transfer = ev.request_of(event), ev.transfer_of(event)
+            for chain in (self.sends.get(request), self.recvs.get(request)):
+                if chain and ev.transfer_of(chain[0]) == transfer:
                     chain.append(event)
-
-    on_transfer_started = on_transfer_finished = on_stall_suspected = on_invariant_violated = _work
-
-    def on_poison_caught(self, event: ev.PoisonCaught) -> None:
-        chain = self.jobs.get(event.job)
-        if chain is not None:
-            chain.append(event)
 
     # --- the log itself ---------------------------------------------------------------------------------------------
 
@@ -406,6 +409,35 @@ class Trail:
         self.gaps.append(event)
         if event.origin == ev.WHOLE_FILE and self.lost_of_file is None:
             self.lost_of_file = event
+
+
+_BY_SUBJECT: dict[tuple[str, str], Callable[[Trail, Any], None]] = {
+    ("request", "begins"): Trail._request_begins,
+    ("request", "goes_on"): Trail._request,
+    ("request", "ends"): Trail._request_ends,
+    ("job", "begins"): Trail._job_begins,
+    ("job", "goes_on"): Trail._job,
+    ("job", "ends"): Trail._job_ends,
+    ("load", "begins"): Trail._load_begins,
+    ("load", "goes_on"): Trail._load,
+    ("load", "ends"): Trail._load_ends,
+    ("send", "begins"): Trail._send_begins,
+    ("send", "goes_on"): Trail._send,
+    ("send", "ends"): Trail._send_ends,
+    ("recv", "begins"): Trail._recv_begins,
+    ("recv", "goes_on"): Trail._recv,
+    ("recv", "ends"): Trail._recv_ends,
+    ("call", "begins"): Trail._named,
+    ("call", "goes_on"): Trail._named,
+    ("call", "ends"): Trail._named,
+    ("named", "goes_on"): Trail._named,
+}
+"""What becomes of the events of a kind that has no method of its own, by what they are about."""
+
+
+def over_key(work: OpenWork) -> ev.WorkKey:
+    """Return the key that open work has in `Trail.over` and `Trail.ended_under`."""
+    return ("transfer" if work.is_transfer else work.kind), work.id
 
 
 def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:

@@ -223,7 +223,7 @@ class Leak(Verdict):
             inferred = "why: the request was rejected there, lost its client, or failed before asking"
         doubt = ""
         if first.lost is not None and first.hidden and not failed:
-            doubt = f"{words.lost_at(first.lost)}, and that somebody asked for this transfer may be among them"
+            doubt = f"{ev.lost_at(first.lost)}, and that somebody asked for this transfer may be among them"
         return Finding(
             kind="leak",
             certainty="undecidable" if doubt else "proven",

@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, expand, numbers, of_pairs
-from ledger.state.apply import Job, Load
-from ledger.state.pd import Recv, Send
+from ledger.state.records import Job, Load, Recv, Send
 from ledger.verdicts.base import Finding, Verdict
 from ledger.verdicts.history import Chain, End, Trail
 from ledger.verdicts.shared.poisoning import (

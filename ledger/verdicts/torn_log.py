@@ -50,7 +50,7 @@ class TornLog(Verdict):
         self._telling.append((event, refusal.detail, is_late))
 
     def _notable(self, event: ev.InvariantViolated | ev.ReportIgnored | ev.LoadFailed | ev.LoadRecovered) -> None:
-        self._telling.append((event, words.describe(event), isinstance(event, ev.ReportIgnored)))
+        self._telling.append((event, event.sentence(), isinstance(event, ev.ReportIgnored)))
 
     on_invariant_violated = on_report_ignored = on_load_failed = on_load_recovered = _notable
 

@@ -156,7 +156,7 @@ class UnreportedFailure(RuleVerdict):
         for gap in self.trail.gaps:
             if gap.seq > planned.seq and gap.origin in (f"rank {rank}", "workers"):
                 return (
-                    f"{words.lost_at(gap)}, and a later get that went well may be among them; the log of that worker "
+                    f"{ev.lost_at(gap)}, and a later get that went well may be among them; the log of that worker "
                     "would decide"
                 )
         return ""

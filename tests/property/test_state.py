@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ledger import events as ev
 from ledger.blocks import to_ranges
 from ledger.errors import Refused
-from ledger.state.apply import Book, State
+from ledger.state.apply import State
+from ledger.state.records import Book
 
 REQUESTS = st.sampled_from(("a", "b", "c"))
 GENERATIONS = st.integers(1, 3)

@@ -10,7 +10,6 @@ from typing import ClassVar
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.errors import Refused
 from ledger.verdicts.base import Certainty, Finding, Verdict, listed
 from ledger.verdicts.history import Chain, End, Trail
@@ -187,7 +186,7 @@ class RuleVerdict(Verdict):
         shown = [*first.before, *(broken.event for broken in group[:6])]
         # What the engine noticed itself says all in its detail; what only the fold refuses is named with the event.
         noticed = isinstance(first.event, ev.InvariantViolated)
-        said = "" if noticed else f" (event {first.event.seq}: {words.describe(first.event)})"
+        said = "" if noticed else f" (event {first.event.seq}: {first.event.sentence()})"
         who = f" of rank {first.rank}" if first.is_report and first.rank >= 0 else ""
         times = f" ({number:,} times in all)" if number > 1 else ""
         return Finding(

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.verdicts.base import Certainty
 from ledger.verdicts.history import End, Trail
 from ledger.verdicts.shared.waits import REPORT_NS, REPORT_STEPS
@@ -112,7 +111,7 @@ def _lost(trail: Trail, job: int, report: ev.RankCompleted) -> str:
         of_scheduler = gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)
         if gap.seq <= since_seq or not (of_scheduler or gap.origin in (f"rank {rank}", "workers")):
             continue
-        lost = words.lost_at(gap)
+        lost = ev.lost_at(gap)
         if of_scheduler:
             return f"{lost}, and the own report of job {job} may be among them"
         return f"{lost}, so when rank {rank} finished job {job} is not known; the log of that worker would decide"

@@ -16,8 +16,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks
-from ledger.state.apply import Job, Load
-from ledger.state.pd import Recv, Send
+from ledger.state.records import Job, Load, Recv, Send
 from ledger.verdicts.base import Certainty
 from ledger.verdicts.history import Chain, End, Trail
 
@@ -272,7 +271,7 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
 def lost_answers(trail: Trail) -> str:
     """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
     lost = trail.lost_since(0)
-    return f"{words.lost_at(lost)}, answers perhaps too" if lost is not None else ""
+    return f"{ev.lost_at(lost)}, answers perhaps too" if lost is not None else ""
 
 
 def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
@@ -448,7 +447,7 @@ def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
     for gap in trail.gaps:
         if gap.seq <= since_seq:
             continue
-        lost = words.lost_at(gap)
+        lost = ev.lost_at(gap)
         if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
             return lost
         if gap.origin in origins:

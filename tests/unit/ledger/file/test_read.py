@@ -512,8 +512,8 @@ def test_old_versions_are_lifted_one_step_at_a_time(tmp_path, monkeypatch):
         steps.append(2)
         return {**fields, "kind": "request_queued", "generation": 1}
 
-    monkeypatch.setitem(reader.UPCASTERS, "enqueued", from_first)
-    monkeypatch.setitem(reader.UPCASTERS, "enqueued@2", from_second)
+    monkeypatch.setitem(ev.UPCASTERS, "enqueued", from_first)
+    monkeypatch.setitem(ev.UPCASTERS, "enqueued@2", from_second)
     path = handmade(
         tmp_path / "a.db",
         {"kind": "enqueued", "id": "old"},

@@ -17,7 +17,8 @@ from ledger.errors import LedgerNotWritable
 from ledger.file import schema, sqlite
 from ledger.file.read import open_log
 from ledger.live.writer import Database, Writer, log_path
-from ledger.state.apply import Book, State
+from ledger.state.apply import State
+from ledger.state.records import Book
 from tests import strategies
 from tests.unit.log_files import (
     ROOT,

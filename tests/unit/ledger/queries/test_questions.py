@@ -12,9 +12,11 @@ from ledger.cli import commands as cli
 from ledger.file.read import open_log
 from ledger.file.seal import seal
 from ledger.live.writer import Database
+from ledger.queries.blame import blame
 from ledger.queries.blast_radius import BlastRadius, blast_radius
+from ledger.queries.diff import diff
 from ledger.queries.minimize import minimize
-from ledger.queries.questions import blame, diff, why
+from ledger.queries.why import why
 from ledger.replay.case import Interest, Watch, replay_files
 from ledger.replay.fold import replay
 from ledger.state.apply import State

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger import events as ev
-from ledger.queries.questions import blame, why
+from ledger.queries.blame import blame
+from ledger.queries.why import why
 from ledger.replay.case import Case, Interest, LogResult, Watch
 from ledger.replay.fold import Replay
 from ledger.replay.join import join

@@ -8,8 +8,9 @@ import pytest
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.errors import Refused
-from ledger.state.apply import Book, State
+from ledger.state.apply import State
 from ledger.state.pd import KNOWN_PREFILLS
+from ledger.state.records import Book
 
 BLOCKS: Blocks = ((0, ((1, 3),)),)
 OTHER_BLOCKS: Blocks = ((0, ((3, 5),)),)

@@ -20,7 +20,7 @@ from ledger.cli import commands as cli
 from ledger.demo import incidents
 from ledger.replay.fold import replay
 from ledger.state.apply import State
-from ledger.trace.builder import Picture
+from ledger.trace.builder import TraceBuilder
 from ledger.trace.clock import axis
 from ledger.trace.perfetto import write_trace
 from ledger.trace.tracks import Entry, Track
@@ -193,18 +193,18 @@ def test_the_incidents_that_ship_become_sound_traces(file: Path, tmp_path: Path,
 def test_a_log_with_holes_still_becomes_a_sound_trace(incident: Incident, healthy: bool, data: st.DataObject):
     for events in incident.logs(healthy=healthy).values():
         kept = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
-        picture = Picture(0, "engine")
+        builder = TraceBuilder(0, "engine")
         for event in itertools.compress(events, kept):
-            picture.draw(event)
-        picture.end()
-        check_entries(picture)
+            builder.draw(event)
+        builder.end()
+        check_entries(builder)
 
 
-def check_entries(picture: Picture) -> None:
+def check_entries(builder: TraceBuilder) -> None:
     depth: Counter[int] = Counter()
     last_ns: dict[int, int] = {}
-    known = {item.id for item in picture.items if isinstance(item, Track)}
-    for entry in picture.items:
+    known = {item.id for item in builder.items if isinstance(item, Track)}
+    for entry in builder.items:
         if isinstance(entry, Entry):
             assert entry.track in known
             assert entry.ts_ns >= last_ns.get(entry.track, 0)
@@ -394,19 +394,19 @@ def test_a_call_whose_return_may_have_been_lost_says_so(origin: str, tmp_path: P
 
 def test_memory_grows_with_what_is_open_and_not_with_the_log():
     log = Script()
-    picture = Picture(0, "engine")
+    builder = TraceBuilder(0, "engine")
     tracks = 0
     for number in range(300):
         log.runs(f"R{number}")
         log.stores(number, f"R{number}", blocks=(1, 8), keys="abcdefgh")
         log.finishes(f"R{number}")
         for event in log.events:
-            picture.draw(event)
+            builder.draw(event)
         log.events.clear()
-        tracks += sum(isinstance(item, Track) for item in picture.items)
-        picture.items.clear()
+        tracks += sum(isinstance(item, Track) for item in builder.items)
+        builder.items.clear()
     assert tracks < 20
-    assert not picture._open
+    assert not builder._open
 
 
 # --- the time axis ----------------------------------------------------------------------------------------------------
