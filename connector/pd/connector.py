@@ -1,4 +1,4 @@
-"""`KVLedgerMooncakeConnector`: a drop-in for vLLM's `MooncakeConnector` (P/D) that keeps its books in a ledger.
+"""`KVLedgerMooncakeConnector`: a drop-in for vLLM's `MooncakeConnector` (P/D) that records what it does in a ledger.
 
 The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's
 halves, promotes them, and passes each hook of vLLM to the half that it belongs to. The tables of hooks stand in
@@ -11,7 +11,7 @@ halves, promotes them, and passes each hook of vLLM to the half that it belongs 
     has_pending_push_work           engine  may the engine stop stepping?  LedgerMooncakeScheduler
     build_connector_worker_meta     worker  the end of every step          LedgerMooncakeWorker
     build_prom_metrics, ..._stats   both    statistics are put together    LedgerMooncakeStats, ...PromMetrics
-    shutdown                        both    the process ends               LedgerMooncakeWorker; the books are closed
+    shutdown                        both    the process ends               LedgerMooncakeWorker; closes the log
 """
 
 # ruff: noqa: E402 - the check must come before the imports that it makes understandable
@@ -34,7 +34,7 @@ from connector.pd.scheduler import LedgerMooncakeScheduler
 from connector.pd.stats import LedgerMooncakePromMetrics, LedgerMooncakeStats
 from connector.pd.worker import LedgerMooncakeWorker
 from connector.runtime.rebase import adopt
-from connector.runtime.runtime import Books, open_books
+from connector.runtime.runtime import LedgerRuntime, open_ledger
 from ledger import settings as ledger_settings
 
 NAME = "KVLedgerMooncakeConnector"
@@ -54,11 +54,11 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
         settings = ledger_settings.parse(transfer.kv_connector_extra_config if transfer is not None else {})
         with device_zero_without_accelerator():
             super().__init__(vllm_config, role, kv_cache_config)
-        self.books: Books | None = None
+        self.ledger: LedgerRuntime | None = None
         if self.connector_scheduler is not None:
-            self.books = open_books(vllm_config, kv_cache_config, NAME, settings)
+            self.ledger = open_ledger(vllm_config, kv_cache_config, NAME, settings)
             scheduler = adopt(self.connector_scheduler, LedgerMooncakeScheduler)
-            scheduler.open(self.books)
+            scheduler.open(self.ledger)
             self.connector_scheduler = scheduler
             # What vLLM calls in every step goes to the half without a facade's frame in between.
             self.build_connector_meta = scheduler.build_connector_meta
@@ -90,9 +90,9 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
         """End the transfers and close the log. May be called more than once."""
         if self.connector_worker is not None:
             self.connector_worker.shutdown()
-        books = getattr(self, "books", None)
-        if books is not None:
-            books.close()
+        ledger = getattr(self, "ledger", None)
+        if ledger is not None:
+            ledger.close()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What the workers of the P/D connector tell the scheduler, and how long things may take.
 
 The reports travel with vLLM's own worker metadata, which adds them up over the ranks of a step. Each has the fields
-of the event that the scheduler's books make of it, with vLLM's own request id. This file knows vLLM's metadata class
+of the event that the scheduler records of it, with vLLM's own request id. This file knows vLLM's metadata class
 and settings, and nothing of how either side uses them.
 """
 

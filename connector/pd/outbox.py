@@ -2,9 +2,9 @@
 
 Results come about on the threads of the transfers; vLLM asks for them once in every step. Two rules stand between:
 
-* A report goes to the scheduler's books no later than the result that follows from it goes to vLLM.
-* Of a failure the books hear one step earlier. vLLM acts on failed blocks before it passes the reports of the same step
-  on, and a log in which the request ends first and fails afterwards would tell the story backwards.
+* A report goes to the scheduler's ledger no later than the result that follows from it goes to vLLM.
+* A failure goes to the ledger one step before it goes to vLLM. vLLM acts on failed blocks before it passes on the
+  reports of the same step, and in the log the request would then end first and fail afterwards.
 
 This file knows reports and evidence, and nothing of transfers.
 """

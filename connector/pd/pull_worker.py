@@ -210,7 +210,7 @@ class PullingWorker(MooncakeConnectorWorker):
             asking.name = names.get(asking.address, asking.address)
         peers = tuple(asking.name for asking in askings)
         if len(set(peers)) < len(peers):
-            # An answer could not be told from the other worker's, and the books end an engine over such reports.
+            # An answer could not be told from the other worker's, and a ledger ends an engine over such reports.
             for asking in askings:
                 asking.void = True
             self._remote_agents.pop(remote_engine_id, None)

@@ -12,7 +12,7 @@
     fetch_finished_sending_reqs  every step                                 SentReport, with the last failure, and not
                                                                             before the last push has ended
 
-A push that fails leaves the blocks held: the decode may ask again, until the send expires. The books see what is
+A push that fails leaves the blocks held: the decode may ask again, until the send expires. The ledger has what is
 held, for how long, and how often it was tried. All of this runs on upstream's sender loop, but for `_send_blocks`,
 which runs on its threads. This file may know vLLM's worker.
 """

@@ -1,7 +1,7 @@
-"""The scheduler half of the P/D connector: plans with upstream, keeps the books itself.
+"""The scheduler half of the P/D connector: plans with upstream, keeps the ledger itself.
 
 Each hook decides which events happen and records them; what vLLM is told about blocks follows from what was recorded.
-All that is known of sends and recvs stands in `books.state`; there is no second copy here.
+All that is known of sends and recvs stands in `ledger.state`; there is no second copy here.
 
     hook (vLLM calls it)      side  when                                events it records
     ------------------------  ----  ----------------------------------  ---------------------------------------------
@@ -24,8 +24,8 @@ All that is known of sends and recvs stands in `books.state`; there is no second
     has_pending_push_work     both  may the engine stop stepping?       none
 
 vLLM frees a request's blocks when it is told that the request has finished sending or receiving, once; told twice, or
-of a request that it does not know, it ends. So what it is told is taken from the books: a request is taken out of the
-workers' results when the books do not have it open, or still hold its blocks for another transfer.
+of a request that it does not know, it ends. So what it is told is taken from the ledger: a request is taken out of the
+workers' results when the ledger does not have it open, or still holds its blocks for another transfer.
 
 This file may know vLLM's scheduler-side classes. It does no I/O and starts no thread.
 """
@@ -61,7 +61,7 @@ from connector.pd.metadata import (
     hold_timeout_s,
 )
 from connector.runtime.requests import GroupIds, RequestObserver, generation_of, without_null
-from connector.runtime.runtime import Books
+from connector.runtime.runtime import LedgerRuntime
 from ledger import events as ev
 from ledger.blocks import Blocks, from_ranges, to_ranges
 from ledger.state.pd import Recv, Send
@@ -78,20 +78,20 @@ RECV_PARAMS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
-    """Upstream's scheduler half with its books kept. Made by `adopt`, then given them by `open`."""
+    """Upstream's scheduler half with a ledger. Made by `adopt`, then given its ledger by `open`."""
 
-    books: Books
+    ledger: LedgerRuntime
 
-    def open(self, books: Books) -> None:
-        """Begin to keep `books`."""
-        self.books = books
-        self._book = books.state.book
-        self._name = books.name
+    def open(self, ledger: LedgerRuntime) -> None:
+        """Begin to record in `ledger`."""
+        self.ledger = ledger
+        self._book = ledger.state.book
+        self._name = ledger.name
         self._ranks = to_ranges(range(self.vllm_config.parallel_config.world_size))
         self._groups: tuple[int, ...] = tuple(self.kv_cache_config.transfer_group_ids)
         """The KV-cache group of each group that is transferred."""
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
-        self._requests = RequestObserver(books, sizes)
+        self._requests = RequestObserver(ledger, sizes)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -134,10 +134,10 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what the workers shall do after this step, with every transfer in it booked."""
-        log = self.books.log
+        log = self.ledger.log
         log.step += 1
-        if log.step >= self.books.next_watch_step:
-            self.books.watch()
+        if log.step >= self.ledger.next_watch_step:
+            self.ledger.watch()
         self._requests.step(scheduler_output)
         for request_id, (request, groups) in list(self._reqs_need_recv.items()):
             if not self._register_recv(request, self._by_group(groups)):
@@ -175,9 +175,9 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             return send.transfer == transfer  # it runs again after a preemption
         if any(other.transfer == transfer for other in self._book.sends.values()):
             why = "another request is being sent as this transfer; this one's blocks are not kept"
-            self.books.record(ev.ReportIgnored, what="send", why=why, transfer=transfer, request=name)
+            self.ledger.record(ev.ReportIgnored, what="send", why=why, transfer=transfer, request=name)
             return False
-        registered = self.books.record(
+        registered = self.ledger.record(
             ev.SendRegistered, transfer=transfer, request=name, generation=generation_of(request), ranks=self._ranks
         )
         return registered is not None
@@ -187,7 +187,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         name = self._name(request.request_id)
         if delays and self._register_send(request):
             planned = self._reqs_need_send[request.request_id][1]
-            ready = self.books.record(
+            ready = self.ledger.record(
                 ev.SendReady,
                 transfer=self._transfer(_transfer_of(request)),
                 request=name,
@@ -205,16 +205,16 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         if send is None:
             return False
         if send.phase == "registered":
-            self.books.record(ev.SendSettled, transfer=send.transfer, request=name, outcome="withdrawn")
+            self.ledger.record(ev.SendSettled, transfer=send.transfer, request=name, outcome="withdrawn")
         return False
 
     def _push_started(self, report: PushReport) -> None:
         if self._open(self._book.sends, report, "send") is not None:
-            self.books.record(ev.SendStarted, **self._named(report))
+            self.ledger.record(ev.SendStarted, **self._named(report))
 
     def _rank_sent(self, report: SentReport) -> None:
         if self._open(self._book.sends, report, "send") is not None:
-            self.books.record(ev.RankSent, **self._named(report))
+            self.ledger.record(ev.RankSent, **self._named(report))
 
     def _finished_sending(self, request_id: str) -> bool:
         """Book that vLLM counts a send as finished on all ranks. Return whether it may free the blocks."""
@@ -226,10 +226,10 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         about = {"transfer": send.transfer, "request": name}
         expired = [rank for rank, outcome in sorted(send.outcomes.items()) if outcome == "expired"]
         if expired:
-            over = self.books.record(ev.SendExpired, **about, expired_ranks=to_ranges(expired))
+            over = self.ledger.record(ev.SendExpired, **about, expired_ranks=to_ranges(expired))
         else:
             outcome = "sent" if "sent" in send.outcomes.values() else "released"
-            over = self.books.record(ev.SendSettled, **about, outcome=outcome)
+            over = self.ledger.record(ev.SendSettled, **about, outcome=outcome)
         return over is not None and not self._still_received(name)
 
     def _still_received(self, name: str) -> bool:
@@ -251,7 +251,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         self._requests.allocated(
             name, generation_of(request), [(group, from_ranges(ranges)) for group, ranges in blocks]
         )
-        registered = self.books.record(
+        registered = self.ledger.record(
             ev.RecvRegistered,
             transfer=transfer,
             request=name,
@@ -268,7 +268,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     def _peers_named(self, report: PeersReport) -> None:
         recv = self._open(self._book.recvs, report, "recv")
         if recv is not None:
-            self.books.record(ev.PeersNamed, **self._named(report))
+            self.ledger.record(ev.PeersNamed, **self._named(report))
 
     def _peer_lost(self, report: LostReport) -> None:
         recv = self._open(self._book.recvs, report, "recv")
@@ -287,7 +287,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             self._ignore("recv", why, transfer=recv.transfer, request=name, rank=report.rank, code=str(code))
             return
         outcome = "failed" if code else "ok"
-        self.books.record(ev.PeerSettled, **self._named(report), outcome=outcome)
+        self.ledger.record(ev.PeerSettled, **self._named(report), outcome=outcome)
         if code and not recv.failed:
             self._recv_failed(recv, report)
         if not recv.blocks and not recv.unnamed and not recv.waiting:
@@ -295,7 +295,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             self._settle_recv(name, recv)
 
     def _recv_failed(self, recv: Recv, report: LostReport | PeerReport) -> None:
-        self.books.record(ev.RecvFailed, **self._named(report), blocks=recv.blocks)
+        self.ledger.record(ev.RecvFailed, **self._named(report), blocks=recv.blocks)
         name = self._name(report.request)
         if recv.blocks and name not in self._book.requests:
             self._recovered(name, recv, "gone")
@@ -316,17 +316,17 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
 
     def _settle_recv(self, name: str, recv: Recv) -> bool:
         outcome = "failed" if recv.failed else "loaded" if recv.blocks else "released"
-        return self.books.record(ev.RecvSettled, transfer=recv.transfer, request=name, outcome=outcome) is not None
+        return self.ledger.record(ev.RecvSettled, transfer=recv.transfer, request=name, outcome=outcome) is not None
 
     def _recovered(self, name: str, recv: Recv, action: str) -> None:
-        self.books.record(
+        self.ledger.record(
             ev.RecvRecovered, transfer=recv.transfer, request=name, generation=recv.generation, action=action
         )
 
     # --- what the workers report ------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Book the reports of a step, and leave in vLLM's results what the books agree with."""
+        """Book the reports of a step, and leave in vLLM's results what the ledger agrees with."""
         metadata = connector_output.kv_connector_worker_meta
         if not isinstance(metadata, PDWorkerMetadata):
             return
@@ -371,7 +371,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         return None
 
     def _ignore(self, what: str, why: str, **about: Any) -> None:
-        self.books.record(ev.ReportIgnored, what=what, why=why, **about)
+        self.ledger.record(ev.ReportIgnored, what=what, why=why, **about)
 
     def _named(self, report: Report) -> dict[str, Any]:
         """Return a report's fields as those of its event: ids by their names in the log, a failure by its parts."""

@@ -9,7 +9,7 @@
     get_kv_connector_stats              every step       failures by code and stage
     shutdown                            the worker ends  sends what evidence is left, ends the pulls and the listener
 
-The decode side is in `pd_pulling`, the prefill side in `pd_pushing`. Neither keeps books: a rank knows what it is
+The decode side is in `pd_pulling`, the prefill side in `pd_pushing`. Neither keeps a ledger: a rank knows what it is
 doing now, and reports what came of it.
 """
 

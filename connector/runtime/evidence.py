@@ -222,7 +222,7 @@ class EvidenceReceiver:
             self._socket.close(0)
             self._log.lose("workers", 0, f"evidence cannot be received at {place}: {error}")
             logger.error(  # noqa: TRY400 - one line, without a traceback
-                "kvledger: evidence cannot be received at %s (%s). The books are kept, but calls to the store are not "
+                "kvledger: evidence cannot be received at %s (%s). The ledger is kept, but calls to the store are not "
                 "recorded. Set evidence_address to an address that is free.",
                 place,
                 error,

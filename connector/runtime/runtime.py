@@ -1,10 +1,10 @@
-"""The books of one engine, as a connector's scheduler half uses them.
+"""The ledger of one engine, as a connector's scheduler half uses it.
 
-They hold the log, the state, the writer and the way of evidence, and know what to do when a rule is broken.
+It holds the log, the state, the writer and the receiver of evidence, and decides what happens when a rule is broken.
 
-`record` is how events come into being. It is called on the engine's thread, so it does no I/O and waits for nobody; the
-one exception it raises by intent is `InvariantViolation`, when the setting says that broken books end the engine. This
-file may know vLLM's configuration; it knows no scheduler, no worker and no Mooncake.
+Every event of the scheduler is made by `record`. It is called on the engine's thread, so it does no I/O and waits for
+nobody. The one exception it raises on purpose is `InvariantViolation`, when the setting says that a broken rule ends
+the engine. This file may know vLLM's configuration; it knows no scheduler, no worker and no Mooncake.
 """
 
 import atexit
@@ -51,7 +51,7 @@ CLOSE_TIMEOUT_S = 5.0
 """How long an engine's shutdown may wait for the disk."""
 
 
-class Books:
+class LedgerRuntime:
     """The ledger of one engine start.
 
     Args:
@@ -220,10 +220,10 @@ class Books:
             self._writer.flush()
 
 
-def open_books(
+def open_ledger(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", connector: str, settings: Settings
-) -> Books:
-    """Create the audit log of this engine start and return its books.
+) -> LedgerRuntime:
+    """Create the audit log of this engine start and return the ledger that records in it.
 
     Raises:
         LedgerNotWritable: the log cannot be created at `ledger_path`.
@@ -242,16 +242,16 @@ def open_books(
         checkpoint_interval_events=settings.checkpoint_interval_events,
     )
     opened = log_opened_fields(vllm_config, kv_cache_config, connector, settings)
-    books = Books(settings, {"engine": engine, "boot": boot, **opened}, log)
+    ledger = LedgerRuntime(settings, {"engine": engine, "boot": boot, **opened}, log)
     path = log_path(Path(settings.ledger_path), engine, parallel.data_parallel_index, boot)
     receiver = None
     if settings.evidence:
         address = evidence_address(vllm_config, connector, settings)
-        receiver = EvidenceReceiver(log, address, parallel.world_size, books.finish)
+        receiver = EvidenceReceiver(log, address, parallel.world_size, ledger.finish)
     writer = Writer(log, path, flush_interval_ms=settings.flush_interval_ms, engine=engine, boot=boot)
-    books.start(writer, receiver)
+    ledger.start(writer, receiver)
     logger.info("kvledger: audit log of this engine: %s", path)
-    return books
+    return ledger
 
 
 def _check_failure_log(path: str) -> None:

@@ -1,11 +1,11 @@
 """The plugin's receive thread: upstream's thread, with the loads carried out by `loader`.
 
     a load comes in  -> planned by upstream (`load_planner`) -> first pass
-    a pass is over   -> done: reported to vLLM, to the books, to the failure log
+    a pass is over   -> done: reported to vLLM, to the , to the failure log
                      -> due again later: given to `Retries`, and the thread takes the next load meanwhile
 
 Whatever happens, a load that was taken up ends in exactly one report: a request waits for remote KVs until then. This
-file knows upstream's receive thread and the store; it keeps no books.
+file knows upstream's receive thread and the store; it keeps no ledger.
 """
 
 import heapq
@@ -42,7 +42,7 @@ class Ticket:
     """What the engine's thread and the receive threads share of a load, from its queuing to its answer.
 
     Attributes:
-        number: the load's id in the books, -1 if they know of none.
+        number: the load's id in the , -1 if they know of none.
         step: the engine step that queued the load.
         cancelled: nobody waits for the load any more. Only ever set to True, so it needs no lock.
     """
@@ -159,7 +159,7 @@ class Loader(NamedTuple):
         kv_groups: the KV-cache group of each group that the store knows.
         limits: what a load may cost.
         name: gives what stands in the log for a request id.
-        report: takes a request and the report of its load, for the books.
+        report: takes a request and the report of its load, for the ledger.
         failures: takes failures for operators.
         retries: brings loads back.
         guard: compares what arrived with its fingerprints; None if integrity is off.
@@ -289,7 +289,7 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _answer(self, load: RunningLoad) -> None:
-        """Report a load that is done: to operators, to the books, and to vLLM even if the others raise."""
+        """Report a load that is done: to operators, to the , and to vLLM even if the others raise."""
         try:
             result = load.loading.result()
             if not result.loaded:

@@ -69,7 +69,7 @@ class LedgerWorkerMetadata(MooncakeStoreWorkerMetadata):
 
 
 class StepBook(NamedTuple):
-    """What the scheduler's books tell the workers in a step.
+    """What the scheduler's ledger gives to the workers in a step.
 
     Attributes:
         step: the engine step.

@@ -12,7 +12,7 @@
 
 On the transfer threads, every way out of a job or a load ends in a report: skipped, failed, raised or done. Loads are
 carried out by `load_thread`. The calls to the store themselves are recorded by `recording_store` as evidence
-(`transfer_started`, `transfer_finished`). This file may know vLLM's worker-side classes; it keeps no books.
+(`transfer_started`, `transfer_finished`). This file may know vLLM's worker-side classes; it keeps no ledger.
 """
 
 import logging
@@ -55,8 +55,8 @@ class Reports:
         self._lock = threading.Lock()
         self._jobs: list[JobReport] = []
         self._loads: dict[str, list[LoadReport]] = {}
-        """By request, because a load's report goes with vLLM's own answer for its request, in the same step: the books
-        would settle the load a step before vLLM hears of it, and could not tell whose answer that is."""
+        """By request, because a load's report goes with vLLM's own answer for its request, in the same step: the
+        ledger would settle the load a step before vLLM hears of it, and could not tell whose answer that is."""
         self._told: list[LoadReport] = []
         self._answered: list[str] = []
 
@@ -231,7 +231,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             adopt(thread, LedgerRecvingThread).open(self._loader(thread, guard))
 
     def start_load_kv(self, metadata: MooncakeStoreConnectorMetadata) -> None:
-        """Queue the loads of a step, each with the id that the books gave it."""
+        """Queue the loads of a step, each with the id that the ledger gave it."""
         book = attached(metadata)
         if book is not None:
             self._step = book.step

@@ -40,7 +40,7 @@ class Engine(PlainScheduler):
     def __init__(self, role: str, **options: Any) -> None:
         super().__init__(NAME, kv_role=role, **options)
         self.events: list[ev.Event] = []
-        log = self.connector.books.log
+        log = self.connector.ledger.log
         append = log.append
 
         def keep(kind: type[ev.Event], **fields: Any) -> ev.Event:
@@ -52,7 +52,7 @@ class Engine(PlainScheduler):
 
     @property
     def state(self) -> State:
-        return self.connector.books.state
+        return self.connector.ledger.state
 
     def kinds(self) -> list[str]:
         """What was recorded, in order, without digests."""
@@ -409,9 +409,9 @@ def test_a_request_that_is_sent_and_received_is_freed_once_and_last(make: Make, 
     request = waiting(engine)
     engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     # vLLM's own Mooncake connector does not let both be open; other ways to them are one hook away.
-    books, blocks = engine.connector.books, engine.state.book.recvs["r"].blocks
-    books.record(ev.SendRegistered, transfer="t-out", request="r", generation=1, ranks=((0, 0),))
-    books.record(ev.SendReady, transfer="t-out", request="r", generation=1, blocks=blocks)
+    ledger, blocks = engine.connector.ledger, engine.state.book.recvs["r"].blocks
+    ledger.record(ev.SendRegistered, transfer="t-out", request="r", generation=1, ranks=((0, 0),))
+    ledger.record(ev.SendReady, transfer="t-out", request="r", generation=1, blocks=blocks)
     received, sent = settled(), SentReport("r", "t-out", 0, "sent", 1)
     for what in order:
         assert engine.pool.get_num_free_blocks() < engine.free

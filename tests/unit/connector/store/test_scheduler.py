@@ -22,7 +22,7 @@ class Recorded(PlainScheduler):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.events: list[ev.Event] = []
-        log = self.connector.books.log
+        log = self.connector.ledger.log
         append = log.append
 
         def keep(kind: type[ev.Event], **fields: Any) -> ev.Event:
@@ -33,7 +33,7 @@ class Recorded(PlainScheduler):
 
     @property
     def state(self) -> State:
-        return self.connector.books.state
+        return self.connector.ledger.state
 
     def of(self, kind: type[ev.Event]) -> list[Any]:
         """Return the events of a kind."""
