@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.pd.scheduler import LedgerMooncakeScheduler
 from connector.pd.stats import LedgerMooncakePromMetrics, LedgerMooncakeStats
 from connector.pd.worker import LedgerMooncakeWorker
-from connector.runtime.rebase import adopt
+from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import LedgerRuntime, open_ledger
 from ledger import settings as ledger_settings
 
@@ -57,7 +57,7 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
         self.ledger: LedgerRuntime | None = None
         if self.connector_scheduler is not None:
             self.ledger = open_ledger(vllm_config, kv_cache_config, NAME, settings)
-            scheduler = adopt(self.connector_scheduler, LedgerMooncakeScheduler)
+            scheduler = rebase_class(self.connector_scheduler, LedgerMooncakeScheduler)
             scheduler.open(self.ledger)
             self.connector_scheduler = scheduler
             # What vLLM calls in every step goes to the half without a facade's frame in between.
@@ -65,7 +65,7 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
             self.update_connector_output = scheduler.update_connector_output
             self.has_pending_push_work = scheduler.has_pending_push_work
         if self.connector_worker is not None:
-            worker = adopt(self.connector_worker, LedgerMooncakeWorker)
+            worker = rebase_class(self.connector_worker, LedgerMooncakeWorker)
             worker.open(vllm_config, NAME, settings)
             self.connector_worker = worker
             self.build_connector_worker_meta = worker.build_connector_worker_meta

@@ -78,7 +78,7 @@ RECV_PARAMS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
-    """Upstream's scheduler half with a ledger. Made by `adopt`, then given its ledger by `open`."""
+    """Upstream's scheduler half with a ledger. Made by `rebase_class`, then given its ledger by `open`."""
 
     ledger: LedgerRuntime
 

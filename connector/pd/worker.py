@@ -38,7 +38,7 @@ logger = logging.getLogger("kvledger")
 
 
 class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker):
-    """Upstream's worker half, which settles everything and reports with ranks. Made by `adopt`, then given `open`."""
+    """Upstream's worker half, which settles everything and reports with ranks. Made by `rebase_class`, then given `open`."""
 
     xfer_stats: LedgerMooncakeStats  # type: ignore[assignment]
 

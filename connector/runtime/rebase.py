@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def adopt(instance: object, subclass: type[T]) -> T:
+def rebase_class(instance: object, subclass: type[T]) -> T:
     """Turn `instance`, an object of `subclass`'s direct base, into a `subclass`, and return it.
 
     Raises:

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from connector.runtime.failures import LedgerStorePromMetrics, LedgerStoreStats
-from connector.runtime.rebase import adopt
+from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import LedgerRuntime, open_ledger
 from connector.store.scheduler import LedgerStoreScheduler
 from connector.store.worker import LedgerStoreWorker
@@ -50,11 +50,11 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
         self.ledger: LedgerRuntime | None = None
         if self.connector_scheduler is not None:
             self.ledger = self._open_ledger(vllm_config, kv_cache_config, settings)
-            scheduler = adopt(self.connector_scheduler, LedgerStoreScheduler)
+            scheduler = rebase_class(self.connector_scheduler, LedgerStoreScheduler)
             scheduler.open(self.ledger, kv_cache_config.num_blocks)
             self._shorten(scheduler)
         if self.connector_worker is not None:
-            worker = adopt(self.connector_worker, LedgerStoreWorker)
+            worker = rebase_class(self.connector_worker, LedgerStoreWorker)
             worker.open(vllm_config, NAME, settings, kv_cache_config.prefix_cacheable_group_ids)
 
     def _open_ledger(

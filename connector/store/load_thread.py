@@ -194,7 +194,7 @@ CANCELLED = Reject(KVCacheErrorCode.CANCELLED, "nobody waits for the load any mo
 
 
 class LedgerRecvingThread(KVCacheStoreRecvingThread):
-    """Upstream's load thread, loading with `loader`. Made by `adopt`, then given `open`."""
+    """Upstream's load thread, loading with `loader`. Made by `rebase_class`, then given `open`."""
 
     store: RecordingStore
 

@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 
 from connector.runtime.evidence import EvidenceSender, evidence_address
 from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failure_log
-from connector.runtime.rebase import adopt
+from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import naming
 from connector.store.integrity import Fingerprints, Guard, layout_digest
 from connector.store.load_thread import LedgerRecvingThread, Loader, Retries, Ticket, TimedRetries, limits_of
@@ -89,7 +89,7 @@ class Reports:
 
 
 class LedgerSendingThread(KVCacheStoreSendingThread):
-    """Upstream's save thread, which also reports how each job ended. Made by `adopt`, then given `open`."""
+    """Upstream's save thread, which also reports how each job ended. Made by `rebase_class`, then given `open`."""
 
     store: RecordingStore
 
@@ -188,7 +188,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
 
 
 class LedgerStoreWorker(MooncakeStoreWorker):
-    """Upstream's worker half, reporting with ranks and recording evidence. Made by `adopt`, then given `open`."""
+    """Upstream's worker half, reporting with ranks and recording evidence. Made by `rebase_class`, then given `open`."""
 
     store: Any
 
@@ -223,12 +223,12 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             guard = self._make_guard(kv_caches)
             self.store.guard_with(guard)
         if self.kv_send_thread is not None:
-            sender = adopt(self.kv_send_thread, LedgerSendingThread)
+            sender = rebase_class(self.kv_send_thread, LedgerSendingThread)
             sender.open(self._reports, self.failures, self._name)
             if guard is not None:
                 sender.guard_with(guard)
         for thread in self.kv_recv_threads:
-            adopt(thread, LedgerRecvingThread).open(self._loader(thread, guard))
+            rebase_class(thread, LedgerRecvingThread).open(self._loader(thread, guard))
 
     def start_load_kv(self, metadata: MooncakeStoreConnectorMetadata) -> None:
         """Queue the loads of a step, each with the id that the ledger gave it."""

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import KVCacheStoreRecvingThread
 
 from connector.runtime.failures import FailureLog, LedgerStoreStats
-from connector.runtime.rebase import adopt
+from connector.runtime.rebase import rebase_class
 from connector.store.load_thread import LedgerRecvingThread, Loader, RunningLoad, Ticket, TimedRetries, limits_of
 from connector.store.recording_store import RecordingStore
 from ledger.blocks import expand
@@ -92,7 +92,7 @@ class Desk:
             failures=self.failures,
             retries=self.retries,
         )
-        adopt(self.thread, LedgerRecvingThread).open(loader)
+        rebase_class(self.thread, LedgerRecvingThread).open(loader)
         self.thread.start()
 
     def _reported(self, request, report):

@@ -43,7 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 )
 
 from connector.runtime.failures import FailureLog
-from connector.runtime.rebase import adopt
+from connector.runtime.rebase import rebase_class
 from connector.store.integrity import Fingerprints, Guard, layout_digest
 from connector.store.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
 from connector.store.recording_store import BlockLocator, RecordingStore
@@ -103,10 +103,10 @@ class Side:
     def _promote(self) -> None:
         settings, reports, failures = parse({}), Reports(0), FailureLog("bench", print)
         retries = TimedRetries(self._queue)
-        adopt(self.receiver, LedgerRecvingThread).open(
+        rebase_class(self.receiver, LedgerRecvingThread).open(
             Loader(0, (0,), limits_of(settings, self.receiver), str, reports.add_load, failures, retries, self._guard)
         )
-        sender = adopt(self.sender, LedgerSendingThread)
+        sender = rebase_class(self.sender, LedgerSendingThread)
         sender.open(reports, failures, name=str)
         if self._guard is not None:
             sender.guard_with(self._guard)

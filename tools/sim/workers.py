@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from connector.runtime.failures import FailureLog
-from connector.runtime.rebase import adopt
+from connector.runtime.rebase import rebase_class
 from connector.store import worker as store_worker
 from connector.store.load_thread import RunningLoad
 from connector.store.metadata import JobReport, LoadReport
@@ -296,7 +296,7 @@ class Rank:
         worker.token_dbs = worker._build_token_databases(metadata, None)
         worker._init_lookup_key_prefixes()
         worker._record_kv_connector_operation = _nothing  # type: ignore[method-assign]
-        promoted = adopt(worker, LedgerStoreWorker)
+        promoted = rebase_class(worker, LedgerStoreWorker)
         settings = msgspec.structs.replace(place.settings, evidence=False)
         config = SimpleNamespace(parallel_config=SimpleNamespace(rank=self.number), kv_transfer_config=None)
         with mock.patch.object(store_worker, "open_failure_log"):  # its handler would be the whole process's

@@ -50,7 +50,7 @@ from connector.pd import (
 from connector.pd.outbox import Evidence
 from connector.pd.worker import LedgerMooncakeWorker
 from connector.runtime.failures import FailureLog
-from connector.runtime.rebase import adopt
+from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import LedgerRuntime
 from ledger import settings as ledger_settings
 from ledger.live.log import Log
@@ -310,7 +310,7 @@ class Engine:
         process = Process(self.index, self.name, rank, loop)
         bare = self._bare_worker(rank, config, cache, loop)
         bare.engine = TransferEngine(self.network, process)
-        worker = adopt(bare, LedgerMooncakeWorker)
+        worker = rebase_class(bare, LedgerMooncakeWorker)
         context = VirtualContext(self.network, process, worker)
         worker.watch_sockets = lambda: None  # type: ignore[method-assign]
         worker.async_zmq_ctx = context  # type: ignore[assignment]
