@@ -18,7 +18,7 @@ from connector.runtime.evidence import EvidenceSender
 from ledger import events as ev
 
 
-class Desk:
+class PDOutbox:
     """Any thread may add; the worker's thread takes, in the order in which vLLM asks in a step."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Desk:
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
 
-    def tell(self, report: Report) -> None:
+    def add(self, report: Report) -> None:
         """Add a report."""
         with self._lock:
             self._reports.append(report)

@@ -23,7 +23,7 @@ connection that merely broke fails the pull at once and frees nothing: the peer 
 it is ready. The same holds for a connection that does not come about, for an answer that cannot be read, and for any
 other exception after the peer was asked. The socket is closed then, and takes back a question that it still holds.
 
-All of this runs on upstream's receiver loop; only the desk is shared with the worker's thread. This file may know
+All of this runs on upstream's receiver loop; only the outbox is shared with the worker's thread. This file may know
 vLLM's worker, ZeroMQ and asyncio.
 """
 
@@ -61,7 +61,7 @@ from connector.pd.metadata import (
     answer_timeout_s,
     bootstrap_timeout_s,
 )
-from connector.pd.outbox import Desk, Evidence
+from connector.pd.outbox import Evidence, PDOutbox
 from connector.pd.peers import ASKING, Asking, Pull, ReplyDecoder, WatchedContext, unwatch
 from connector.runtime.failures import FailureLog
 from connector.runtime.requests import without_null
@@ -96,7 +96,7 @@ MAX_BOOTSTRAP_ERRORS = 64
 class PullingWorker(MooncakeConnectorWorker):
     """The decode side of `LedgerMooncakeWorker`."""
 
-    desk: Desk
+    outbox: PDOutbox
     evidence: Evidence
     failures: FailureLog
     rank: int
@@ -233,7 +233,7 @@ class PullingWorker(MooncakeConnectorWorker):
         if pull.timer is not None:
             pull.timer.cancel()
         address = f"{self.hostname}:{self.rpc_port}"
-        self.desk.tell(PeersReport(pull.request, pull.transfer, self.rank, peers, address))
+        self.outbox.add(PeersReport(pull.request, pull.transfer, self.rank, peers, address))
         self.evidence.emit(
             ev.TransferStarted,
             transfer=self.logged(pull.transfer),
@@ -339,7 +339,7 @@ class PullingWorker(MooncakeConnectorWorker):
         if asking.late == MAX_LATE_RESULTS:
             why += "; further ones of this peer are not recorded"
         transfer = pull.transfer if pull is not None else ""
-        self.desk.tell(LateReport("recv", request_id, transfer, self.rank, why, str(failure.code)))
+        self.outbox.add(LateReport("recv", request_id, transfer, self.rank, why, str(failure.code)))
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
         """Settle what upstream knows to have failed. Takes the place of upstream's bookkeeping."""
@@ -385,7 +385,7 @@ class PullingWorker(MooncakeConnectorWorker):
         if pull.peers is None:
             raise RuntimeError(f"{peer} settles a pull whose peers are not known")
         pull.peers.discard(peer)
-        self.desk.tell(PeerReport(pull.request, pull.transfer, self.rank, peer, failure))
+        self.outbox.add(PeerReport(pull.request, pull.transfer, self.rank, peer, failure))
         if failure.code:
             self._fail(pull, peer, failure)
         if pull.peers:
@@ -406,7 +406,7 @@ class PullingWorker(MooncakeConnectorWorker):
             exception=failure.exception,
         )
         if pull.waited_for:
-            (self.desk.finish_failed if pull.failed else self.desk.finish)(pull.request)
+            (self.outbox.finish_failed if pull.failed else self.outbox.finish)(pull.request)
 
     def _fail(self, pull: Pull, peer: str, failure: Failure) -> None:
         """Fail a pull, once: count it, say it in a line, and let vLLM know which blocks may not be trusted."""
@@ -429,7 +429,7 @@ class PullingWorker(MooncakeConnectorWorker):
         )
         if pull.waited_for and not self._is_hma_required:
             # With several groups block numbers are ambiguous; there the request is named when the pull is over.
-            self.desk.invalidate(frozenset(block for group in pull.blocks for block in group))
+            self.outbox.invalidate(frozenset(block for group in pull.blocks for block in group))
 
     def _pull_blocks(self, pull: Pull) -> Blocks:
         return without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
@@ -515,7 +515,7 @@ class PullingWorker(MooncakeConnectorWorker):
                 return
             for pull in asking.open_pulls():
                 if not pull.failed:
-                    self.desk.tell(LostReport(pull.request, pull.transfer, self.rank, asking.name, failure))
+                    self.outbox.add(LostReport(pull.request, pull.transfer, self.rank, asking.name, failure))
                     self._fail(pull, asking.name, failure)
             await asyncio.sleep(PROBE_INTERVAL_S)
 

@@ -38,7 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 
 from connector.pd import failures
 from connector.pd.metadata import NO_FAILURE, Failure, PushReport, SentReport, hold_timeout_s
-from connector.pd.outbox import Desk, Evidence
+from connector.pd.outbox import Evidence, PDOutbox
 from connector.runtime.failures import FailureLog
 from connector.runtime.requests import without_null
 from ledger import events as ev
@@ -133,7 +133,7 @@ class _Batch(list[int]):
 class PushingWorker(MooncakeConnectorWorker):
     """The prefill side of `LedgerMooncakeWorker`."""
 
-    desk: Desk
+    outbox: PDOutbox
     evidence: Evidence
     failures: FailureLog
     rank: int
@@ -263,7 +263,7 @@ class PushingWorker(MooncakeConnectorWorker):
                 push.count += 1
                 push.meta = send_meta
                 sends[d_req_id] = push, send_meta
-                self.desk.tell(PushReport(push.request, push.transfer, self.rank, peer, address))
+                self.outbox.add(PushReport(push.request, push.transfer, self.rank, peer, address))
         try:
             src_ptrs, dst_ptrs, lengths, err_reqs, err_msg = await super()._build_transfer_params(
                 ready_reqs, agent_meta, local_regions, remote_regions
@@ -373,5 +373,5 @@ class PushingWorker(MooncakeConnectorWorker):
             for push in [push for push in self._pushes.values() if push.request in finished]:
                 del self._pushes[push.transfer]
                 outcome = "expired" if push.request in waiting else "sent" if push.count else "released"
-                self.desk.tell(SentReport(push.request, push.transfer, self.rank, outcome, push.count, push.failure))
+                self.outbox.add(SentReport(push.request, push.transfer, self.rank, outcome, push.count, push.failure))
         return finished

@@ -79,7 +79,7 @@ class _NoPins(dict[int, tuple[list[int], int]]):
 
 
 class LedgerStoreScheduler(MooncakeStoreScheduler):
-    """Upstream's scheduler half with its bookkeeping replaced. Made by `rebase_class`, then given its ledger by `open`."""
+    """Upstream's scheduler half with our bookkeeping. Made by `rebase_class`, then given its ledger by `open`."""
 
     ledger: LedgerRuntime
 

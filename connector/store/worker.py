@@ -188,7 +188,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
 
 
 class LedgerStoreWorker(MooncakeStoreWorker):
-    """Upstream's worker half, reporting with ranks and recording evidence. Made by `rebase_class`, then given `open`."""
+    """Upstream's worker half, with reports and evidence. Made by `rebase_class`, then given `open`."""
 
     store: Any
 

@@ -179,7 +179,7 @@ def _finishes_early(world: World) -> None:
             again = pull.failed
             fail(pull, peer, failure)
             if pull.waited_for and not again:
-                worker.desk.finish_failed(pull.request)
+                worker.outbox.finish_failed(pull.request)
 
         worker._fail = failed  # type: ignore[method-assign]
 

@@ -33,7 +33,7 @@ from connector.pd import (
     connector as pd_connector,
 )
 from connector.pd import (
-    outbox as pd_desk,
+    outbox as pd_outbox,
 )
 from connector.pd import (
     peers as pd_asking,
@@ -82,7 +82,7 @@ def virtual_time(clock: Clock, network: Network) -> Generator[None]:
         time_ns=clock.wall_ns,
     )
     with ExitStack() as stack:
-        for module in (upstream, pd_asking, pd_pulling, pd_pushing, pd_desk):
+        for module in (upstream, pd_asking, pd_pulling, pd_pushing, pd_outbox):
             stack.enter_context(mock.patch.object(module, "time", time))
         stack.enter_context(mock.patch.object(httpx, "AsyncClient", network.http_client()))
         stack.enter_context(mock.patch.object(upstream, "get_mooncake_bootstrap_addr", _bootstrap_of))
