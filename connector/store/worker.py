@@ -47,7 +47,7 @@ from ledger.settings import Settings
 logger = logging.getLogger("kvledger")
 
 
-class Reports:
+class StoreOutbox:
     """What the transfer threads of a rank have to tell the scheduler. Any thread may add; one takes, every step."""
 
     def __init__(self, rank: int) -> None:
@@ -93,9 +93,9 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
 
     store: RecordingStore
 
-    def open(self, reports: Reports, failures: FailureLog, name: Callable[[str], str]) -> None:
-        """Begin to report to `reports`, and failures to `failures` too."""
-        self._reports = reports
+    def open(self, outbox: StoreOutbox, failures: FailureLog, name: Callable[[str], str]) -> None:
+        """Begin to report to `outbox`, and failures to `failures` too."""
+        self._outbox = outbox
         self._failures = failures
         self._name = name
 
@@ -140,7 +140,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         finally:
             super().finish_store_job(req_meta)
         if report is not None:
-            self._reports.add_job(report)
+            self._outbox.add_job(report)
             if report.outcome == "failed":
                 self._tell(report)
 
@@ -179,7 +179,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
             outcome = "present"
         elif self._should_skip_request(req_meta.req_id):
             outcome = "skipped"
-        return JobReport(req_meta.store_job_id, self._reports.rank, outcome, code, raw, exception)
+        return JobReport(req_meta.store_job_id, self._outbox.rank, outcome, code, raw, exception)
 
     def take_completed_saves(self) -> dict[int, int]:
         """Return nothing, and keep nothing: completions travel as reports, which name their rank."""
@@ -198,7 +198,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self._kv_groups = tuple(kv_groups)
         self._name = naming(settings)
         self._settings = settings
-        self._reports = Reports(rank)
+        self._outbox = StoreOutbox(rank)
         transfer = vllm_config.kv_transfer_config
         open_failure_log(settings.failure_log)
         # These two may be replaced until the KV caches are registered: the simulator has its own time.
@@ -224,7 +224,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             self.store.guard_with(guard)
         if self.kv_send_thread is not None:
             sender = rebase_class(self.kv_send_thread, LedgerSendingThread)
-            sender.open(self._reports, self.failures, self._name)
+            sender.open(self._outbox, self.failures, self._name)
             if guard is not None:
                 sender.guard_with(guard)
         for thread in self.kv_recv_threads:
@@ -247,7 +247,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
 
     def build_connector_worker_meta(self) -> LedgerWorkerMetadata | None:
         """Return this rank's reports since the last step, None if there are none."""
-        return self._reports.take()
+        return self._outbox.take()
 
     def _make_guard(self, kv_caches: dict[str, Any]) -> Guard:
         num_blocks = self._kv_cache_config.num_blocks
@@ -268,11 +268,11 @@ class LedgerStoreWorker(MooncakeStoreWorker):
     def _loader(self, thread: KVCacheStoreRecvingThread, guard: Guard | None) -> Loader:
         return Loader(
             guard=guard,
-            rank=self._reports.rank,
+            rank=self._outbox.rank,
             kv_groups=self._kv_groups,
             limits=limits_of(self._settings, thread),
             name=self._name,
-            report=self._reports.add_load,
+            report=self._outbox.add_load,
             failures=self.failures,
             retries=self.retries,
         )
@@ -284,7 +284,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self._cancel_loads(finished_req_ids)
         results = super().get_transfer_results(finished_req_ids, meta)
         if results.finished_recving:
-            self._reports.add_answered(results.finished_recving)
+            self._outbox.add_answered(results.finished_recving)
             for request_id in results.finished_recving:
                 tickets = self._tickets.get(request_id, [])
                 del tickets[:1]

@@ -47,7 +47,7 @@ from connector.runtime.rebase import rebase_class
 from connector.store.integrity import Fingerprints, Guard, layout_digest
 from connector.store.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
 from connector.store.recording_store import BlockLocator, RecordingStore
-from connector.store.worker import LedgerSendingThread, Reports
+from connector.store.worker import LedgerSendingThread, StoreOutbox
 from ledger.settings import parse
 from tests.engine.load_error_scenarios import storage_node, store_client
 from tests.engine.machine import mooncake_master
@@ -101,7 +101,7 @@ class Side:
             self._promote()
 
     def _promote(self) -> None:
-        settings, reports, failures = parse({}), Reports(0), FailureLog("bench", print)
+        settings, reports, failures = parse({}), StoreOutbox(0), FailureLog("bench", print)
         retries = TimedRetries(self._queue)
         rebase_class(self.receiver, LedgerRecvingThread).open(
             Loader(0, (0,), limits_of(settings, self.receiver), str, reports.add_load, failures, retries, self._guard)

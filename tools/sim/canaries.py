@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.store.metadata import JobReport, LedgerWorkerMetadata
-from connector.store.worker import Reports
+from connector.store.worker import StoreOutbox
 from ledger.blocks import Blocks, numbers
 from tools.sim import plan as pl
 from tools.sim.run import World
@@ -145,10 +145,10 @@ def _freed_by_first_rank(world: World) -> None:
 def _report_before_answer(world: World) -> None:
     """Tell of a load as soon as its rank has, and not only when vLLM hears of it."""
     for rank in world.engine.ranks:
-        _tell_at_once(rank.worker._reports)
+        _tell_at_once(rank.worker._outbox)
 
 
-def _tell_at_once(reports: Reports) -> None:
+def _tell_at_once(reports: StoreOutbox) -> None:
     take = reports.take
 
     def take_all() -> LedgerWorkerMetadata | None:

@@ -253,7 +253,7 @@ class Rank:
 
     def report_job(self, job: int) -> None:
         """Report a job out of turn, as a broken worker would."""
-        self.worker._reports.add_job(JobReport(job, self.number, "stored"))
+        self.worker._outbox.add_job(JobReport(job, self.number, "stored"))
 
     def report_load(self, load: int, request: str) -> None:
         """Report a load out of turn, to the books and to vLLM, as a broken worker would.
@@ -263,7 +263,7 @@ class Rank:
         """
         if self._place.shape.company:
             return
-        self.worker._reports.add_load(request, LoadReport(load, self.number, "loaded"))
+        self.worker._outbox.add_load(request, LoadReport(load, self.number, "loaded"))
         upstream.KVTransferThread.set_finished_request(self.worker.kv_recv_threads[0], request)
 
     # --- building ---------------------------------------------------------------------------------------------------

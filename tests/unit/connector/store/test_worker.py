@@ -17,14 +17,14 @@ from connector.store.load_thread import Ticket
 from connector.store.metadata import JobReport, LoadReport
 from connector.store.recording_store import RecordingStore, Work
 from connector.store.save_planner import SavePlanner
-from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, Reports
+from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, StoreOutbox
 from ledger.codes import KVCacheErrorCode, Stage
 from ledger.errors import KVTransferError
 from tests.unit.log_files import logged
 
 
 def test_a_loads_report_goes_with_vllms_own_answer_and_not_before_it():
-    reports = Reports(0)
+    reports = StoreOutbox(0)
     loaded = LoadReport(3, 0, "loaded")
     reports.add_load("a", loaded)
     assert reports.take() is None
@@ -49,7 +49,7 @@ class Retrying:
 def worker(monkeypatch: pytest.MonkeyPatch) -> LedgerStoreWorker:
     """A worker half without caches and store, whose upstream finishes the loads that a test names."""
     made = LedgerStoreWorker.__new__(LedgerStoreWorker)
-    made._reports, made._tickets, made._step, made.retries = Reports(0), {}, 0, Retrying()  # type: ignore[assignment]
+    made._outbox, made._tickets, made._step, made.retries = StoreOutbox(0), {}, 0, Retrying()  # type: ignore[assignment]
     made._sender = None
     finished: set[str] = set()
     made.finished = finished  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def test_a_block_that_failed_under_several_keys_is_one_failed_block():
 
     lines: list[str] = []
     thread = LedgerSendingThread.__new__(LedgerSendingThread)
-    thread._reports, thread._failures = Reports(0), FailureLog("e", lines.append)
+    thread._outbox, thread._failures = StoreOutbox(0), FailureLog("e", lines.append)
     thread.store = RecordingStore(Full(), 0, None)
     thread.store.locate_with(SimpleNamespace(locate=lambda _, address: (0, address)))  # type: ignore[arg-type]
     blocks = [5, 5, 5, 5, 6, 6, 6, 6]  # two blocks, in four shards each
