@@ -62,7 +62,7 @@ from connector.pd.metadata import (
     bootstrap_timeout_s,
 )
 from connector.pd.outbox import Evidence, PDOutbox
-from connector.pd.peers import ASKING, Asking, Pull, ReplyDecoder, WatchedContext, unwatch
+from connector.pd.peers import PEER_REQUEST, PeerRequest, Pull, ReplyDecoder, WatchedContext, unwatch
 from connector.runtime.failures import FailureLog
 from connector.runtime.requests import without_null
 from ledger import events as ev
@@ -107,7 +107,7 @@ class PullingWorker(MooncakeConnectorWorker):
     def open_pulling(self) -> None:
         """Begin to keep account of pulls. Called before the KV caches are registered, so before any socket is made."""
         self._pulls: dict[str, Pull] = {}
-        self._askings: list[Asking] = []
+        self._peer_requests: list[PeerRequest] = []
         self._bootstrap_errors: dict[str, Exception] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._monitor_numbers = itertools.count()
@@ -191,7 +191,7 @@ class PullingWorker(MooncakeConnectorWorker):
         wanted = {request_id: meta for request_id, meta in pull_metas.items() if self._unnamed(meta) is not None}
         if not wanted:
             return
-        self._askings = []
+        self._peer_requests = []
         try:
             super().receive_kv(remote_engine_id, wanted)
         except Exception as error:
@@ -200,23 +200,23 @@ class PullingWorker(MooncakeConnectorWorker):
             self._remote_agents.pop(remote_engine_id, None)
             self._settle_unnamed(wanted, failures.of_exception(error, Stage.REGISTRATION))
             return
-        askings, self._askings = self._askings, []
-        if not askings:
+        peer_requests, self._peer_requests = self._peer_requests, []
+        if not peer_requests:
             self._settle_unnamed(wanted, failures.NO_PEERS)
             return
         names = self._peer_names(remote_engine_id)
-        for asking in askings:
-            asking.engine = remote_engine_id
-            asking.name = names.get(asking.address, asking.address)
-        peers = tuple(asking.name for asking in askings)
+        for peer_request in peer_requests:
+            peer_request.engine = remote_engine_id
+            peer_request.name = names.get(peer_request.address, peer_request.address)
+        peers = tuple(peer_request.name for peer_request in peer_requests)
         if len(set(peers)) < len(peers):
             # An answer could not be told from the other worker's, and a ledger ends an engine over such reports.
-            for asking in askings:
-                asking.void = True
+            for peer_request in peer_requests:
+                peer_request.void = True
             self._remote_agents.pop(remote_engine_id, None)
             self._settle_unnamed(wanted, failures.ONE_ADDRESS)
             return
-        for pull in askings[0].pulls.values():
+        for pull in peer_requests[0].pulls.values():
             self._name_peers(pull, peers)
 
     def _peer_names(self, engine: str) -> dict[str, str]:
@@ -245,57 +245,57 @@ class PullingWorker(MooncakeConnectorWorker):
     def receive_kv_from_single_worker(
         self, worker_addr: str, pull_metas: dict[str, PullReqMeta]
     ) -> "CoroutineType[Any, Any, None]":
-        """Return the asking of one peer.
+        """Return the coroutine that asks one peer.
 
         Not a coroutine function, so that `receive_kv` knows all peers before one is asked.
         """
         pulls = {request_id: self._pulls[request_id] for request_id in pull_metas}
-        asking = Asking("", worker_addr, worker_addr, pulls)
-        self._askings.append(asking)
-        return self._ask(asking, pull_metas)
+        peer_request = PeerRequest("", worker_addr, worker_addr, pulls)
+        self._peer_requests.append(peer_request)
+        return self._ask(peer_request, pull_metas)
 
-    async def _ask(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
-        if asking.void:
+    async def _ask(self, peer_request: PeerRequest, pull_metas: dict[str, PullReqMeta]) -> None:
+        if peer_request.void:
             return
-        ASKING.set(asking)
-        with self._counted() as asking.task:
-            self._restart_timer(asking)
-            asking.on_asked = lambda: self._restart_timer(asking)
+        PEER_REQUEST.set(peer_request)
+        with self._counted() as peer_request.task:
+            self._restart_timer(peer_request)
+            peer_request.on_asked = lambda: self._restart_timer(peer_request)
             try:
-                await self._ask_upstream(asking, pull_metas)
+                await self._ask_upstream(peer_request, pull_metas)
                 if self._closing:
                     return
-                if asking.lost is not None:
-                    await self._without_answer(asking, asking.lost)
-                self._settle_rest(asking, failures.OMITTED)
+                if peer_request.lost is not None:
+                    await self._without_answer(peer_request, peer_request.lost)
+                self._settle_rest(peer_request, failures.OMITTED)
             finally:
-                if asking.timer is not None:
-                    asking.timer.cancel()
+                if peer_request.timer is not None:
+                    peer_request.timer.cancel()
 
-    async def _ask_upstream(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
+    async def _ask_upstream(self, peer_request: PeerRequest, pull_metas: dict[str, PullReqMeta]) -> None:
         try:
             # A copy: upstream 0.33 takes out what is settled, and other peers are asked for the same pulls.
-            await super().receive_kv_from_single_worker(asking.address, dict(pull_metas))
+            await super().receive_kv_from_single_worker(peer_request.address, dict(pull_metas))
         except asyncio.CancelledError:
-            if asking.lost is None:
+            if peer_request.lost is None:
                 raise  # and else it is the socket that was closed, not this task that is to end
         except Exception as error:
-            logger.exception("kvledger: asking %s of %s raised", asking.name, asking.engine)
-            self._raised(asking, error)
+            logger.exception("kvledger: asking %s of %s raised", peer_request.name, peer_request.engine)
+            self._raised(peer_request, error)
         finally:
-            if asking.socket is not None:
-                asking.socket.close(linger=0)  # upstream leaves one open that it could not connect
-            if asking.watch is not None:
-                asking.watch.cancel()
+            if peer_request.socket is not None:
+                peer_request.socket.close(linger=0)  # upstream leaves one open that it could not connect
+            if peer_request.watch is not None:
+                peer_request.watch.cancel()
 
-    def _raised(self, asking: Asking, error: BaseException) -> None:
+    def _raised(self, peer_request: PeerRequest, error: BaseException) -> None:
         """Settle a peer over an exception if that means that it will not write, and else note that it is lost."""
         failure = failures.of_exception(error, Stage.RECV)
-        if asking.asked:
+        if peer_request.asked:
             # We have failed to hear it out, which does not keep it from writing.
-            asking.lost = asking.lost or failure
+            peer_request.lost = peer_request.lost or failure
         else:
-            self._settle_rest(asking, failure)
+            self._settle_rest(peer_request, failure)
 
     @contextlib.contextmanager
     def _counted(self) -> Generator[asyncio.Task[Any] | None]:
@@ -313,38 +313,42 @@ class PullingWorker(MooncakeConnectorWorker):
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
         """Settle what a peer answers for. Takes the place of upstream's bookkeeping."""
-        asking = ASKING.get()
-        if asking is None:
+        peer_request = PEER_REQUEST.get()
+        if peer_request is None:
             raise RuntimeError("an answer was processed that no peer was asked for")
-        before = len(asking.open_pulls())
+        before = len(peer_request.open_pulls())
         failure = failures.of_line(response.err_msg, private=self.private)
         for request_id in response.err_reqs or ():
-            self._answered(asking, request_id, failure)
+            self._answered(peer_request, request_id, failure)
             pull_metas.pop(request_id, None)
         for request_id in response.ok_reqs or ():
-            self._answered(asking, request_id, NO_FAILURE)
+            self._answered(peer_request, request_id, NO_FAILURE)
             pull_metas.pop(request_id, None)
-        if len(asking.open_pulls()) < before:
-            self._restart_timer(asking)  # the prefill gives itself the same time again for what is left
+        if len(peer_request.open_pulls()) < before:
+            self._restart_timer(peer_request)  # the prefill gives itself the same time again for what is left
 
-    def _answered(self, asking: Asking, request_id: str, failure: Failure) -> None:
-        pull = asking.pulls.get(request_id)
-        if pull is not None and pull.peers and asking.name in pull.peers:
-            self._settle(pull, asking.name, failure)
+    def _answered(self, peer_request: PeerRequest, request_id: str, failure: Failure) -> None:
+        pull = peer_request.pulls.get(request_id)
+        if pull is not None and pull.peers and peer_request.name in pull.peers:
+            self._settle(pull, peer_request.name, failure)
             return
-        asking.late += 1
-        if asking.late > MAX_LATE_RESULTS:
+        peer_request.late += 1
+        if peer_request.late > MAX_LATE_RESULTS:
             return
-        why = f"{asking.name} had settled before" if pull is not None else f"{asking.name} was not asked for it"
-        if asking.late == MAX_LATE_RESULTS:
+        why = (
+            f"{peer_request.name} had settled before"
+            if pull is not None
+            else f"{peer_request.name} was not asked for it"
+        )
+        if peer_request.late == MAX_LATE_RESULTS:
             why += "; further ones of this peer are not recorded"
         transfer = pull.transfer if pull is not None else ""
         self.outbox.add(LateReport("recv", request_id, transfer, self.rank, why, str(failure.code)))
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
         """Settle what upstream knows to have failed. Takes the place of upstream's bookkeeping."""
-        asking = ASKING.get()
-        if asking is None:
+        peer_request = PEER_REQUEST.get()
+        if peer_request is None:
             address = next((meta.remote_bootstrap_addr for meta in pull_metas.values()), "")
             error = self._bootstrap_errors.get(address)
             found = failures.of_exception(error, Stage.BOOTSTRAP) if error is not None else failures.NOT_REGISTERED
@@ -352,13 +356,13 @@ class PullingWorker(MooncakeConnectorWorker):
             return
         raised = sys.exception()  # upstream calls from within its `except`
         if raised is not None:
-            self._raised(asking, raised)
+            self._raised(peer_request, raised)
             return
-        finished = asking.status == MooncakeXferResponseStatus.FINISH
+        finished = peer_request.status == MooncakeXferResponseStatus.FINISH
         failure = failures.OMITTED if finished else failures.of_line(reason, private=self.private)
-        for pull in asking.open_pulls():
+        for pull in peer_request.open_pulls():
             if pull.request in req_ids:
-                self._settle(pull, asking.name, failure)
+                self._settle(pull, peer_request.name, failure)
 
     def _settle_unnamed(self, pull_metas: dict[str, PullReqMeta], failure: Failure) -> None:
         """Settle pulls whose peers are not known, so that nobody writes."""
@@ -376,9 +380,9 @@ class PullingWorker(MooncakeConnectorWorker):
         pull = self._pulls.get(meta.d_req_id)
         return pull if pull is not None and pull.meta is meta and pull.peers is None else None
 
-    def _settle_rest(self, asking: Asking, failure: Failure) -> None:
-        for pull in asking.open_pulls():
-            self._settle(pull, asking.name, failure)
+    def _settle_rest(self, peer_request: PeerRequest, failure: Failure) -> None:
+        for pull in peer_request.open_pulls():
+            self._settle(pull, peer_request.name, failure)
 
     def _settle(self, pull: Pull, peer: str, failure: Failure) -> None:
         """Note that a peer writes no more. The last one ends the pull."""
@@ -441,23 +445,23 @@ class PullingWorker(MooncakeConnectorWorker):
             pull.peers = {""}
             self._settle(pull, "", failures.NEVER_ASKED)
 
-    def _restart_timer(self, asking: Asking) -> None:
-        if asking.timer is not None:
-            asking.timer.cancel()
-        asking.timer = self.receiver_loop.call_later(answer_timeout_s(), self._overdue, asking)
+    def _restart_timer(self, peer_request: PeerRequest) -> None:
+        if peer_request.timer is not None:
+            peer_request.timer.cancel()
+        peer_request.timer = self.receiver_loop.call_later(answer_timeout_s(), self._overdue, peer_request)
 
-    def _overdue(self, asking: Asking) -> None:
-        self._remote_agents.pop(asking.engine, None)  # as for one that is lost
-        self._settle_rest(asking, failures.OVERDUE)
-        if asking.task is not None:
-            asking.task.cancel()
+    def _overdue(self, peer_request: PeerRequest) -> None:
+        self._remote_agents.pop(peer_request.engine, None)  # as for one that is lost
+        self._settle_rest(peer_request, failures.OVERDUE)
+        if peer_request.task is not None:
+            peer_request.task.cancel()
 
     # --- the socket to a peer ---------------------------------------------------------------------------------------
 
-    def watch_socket(self, asking: Asking, socket: "zmq.asyncio.Socket") -> None:
+    def watch_socket(self, peer_request: PeerRequest, socket: "zmq.asyncio.Socket") -> None:
         """Watch a socket to a peer from before it connects. ZeroMQ itself only ever tries to connect again."""
-        if asking.watch is not None:
-            asking.watch.cancel()
+        if peer_request.watch is not None:
+            peer_request.watch.cancel()
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
@@ -465,63 +469,65 @@ class PullingWorker(MooncakeConnectorWorker):
         name = f"inproc://kvledger-monitor-{next(self._monitor_numbers)}"
         # Without MONITOR_STOPPED: to stop a monitor that nobody reads would be to wait for ever.
         monitor = socket.get_monitor_socket(events, name)
-        asking.socket = socket
-        asking.connected = False
-        asking.watch = self.receiver_loop.create_task(self._watch(asking, socket, monitor))
-        self._running.add(asking.watch)
-        asking.watch.add_done_callback(self._running.discard)
+        peer_request.socket = socket
+        peer_request.connected = False
+        peer_request.watch = self.receiver_loop.create_task(self._watch(peer_request, socket, monitor))
+        self._running.add(peer_request.watch)
+        peer_request.watch.add_done_callback(self._running.discard)
         # Not in the task alone: one that is cancelled before it has begun runs no line of it.
-        asking.watch.add_done_callback(lambda _: unwatch(socket, monitor))
+        peer_request.watch.add_done_callback(lambda _: unwatch(socket, monitor))
 
-    async def _watch(self, asking: Asking, socket: "zmq.asyncio.Socket", monitor: "zmq.asyncio.Socket") -> None:
+    async def _watch(
+        self, peer_request: PeerRequest, socket: "zmq.asyncio.Socket", monitor: "zmq.asyncio.Socket"
+    ) -> None:
         """Wait until the connection to a peer breaks, or none comes about, and see then what becomes of its pulls."""
         try:
-            failure = await self._connection_lost(asking, monitor)
+            failure = await self._connection_lost(peer_request, monitor)
         except zmq.ZMQError:
             return  # the worker ends
-        asking.lost = asking.lost or failure
+        peer_request.lost = peer_request.lost or failure
         unwatch(socket, monitor)
         # Left open, it would connect again and deliver the question then. It also ends upstream's wait for an answer,
         # which no peer could give any more: it answers a connection. From here on it is looked for at its address.
         socket.close(linger=0)
-        if not asking.connected:
-            self._restart_timer(asking)  # it may have been delivered in this very moment
+        if not peer_request.connected:
+            self._restart_timer(peer_request)  # it may have been delivered in this very moment
 
-    async def _connection_lost(self, asking: Asking, monitor: "zmq.asyncio.Socket") -> Failure:
+    async def _connection_lost(self, peer_request: PeerRequest, monitor: "zmq.asyncio.Socket") -> Failure:
         deadline = self.receiver_loop.time() + envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT
         while True:
             try:
                 # Not `wait_for`: up to Python 3.11 it goes on when it is cancelled with its result at hand.
-                async with asyncio.timeout_at(None if asking.connected else deadline):
+                async with asyncio.timeout_at(None if peer_request.connected else deadline):
                     message = await recv_monitor_message(monitor)
             except TimeoutError:
                 return failures.NO_CONNECTION
             if message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
-                asking.connected = True
-                self._restart_timer(asking)
-            elif asking.connected or await self._is_gone(asking):
+                peer_request.connected = True
+                self._restart_timer(peer_request)
+            elif peer_request.connected or await self._is_gone(peer_request):
                 await asyncio.sleep(ANSWER_GRACE_S)
                 return failures.BROKEN
             elif self.receiver_loop.time() >= deadline:
                 return failures.NO_CONNECTION  # the next event may always be at hand
 
-    async def _without_answer(self, asking: Asking, failure: Failure) -> None:
+    async def _without_answer(self, peer_request: PeerRequest, failure: Failure) -> None:
         """Fail the pulls of a peer that will not answer now, and settle them when it is certain that it is gone."""
         # It, or its successor, may have another address by now, so the next transfer asks the bootstrap server again.
-        self._remote_agents.pop(asking.engine, None)
-        while asking.open_pulls():
-            if await self._is_gone(asking):
-                self._settle_rest(asking, failures.GONE)
+        self._remote_agents.pop(peer_request.engine, None)
+        while peer_request.open_pulls():
+            if await self._is_gone(peer_request):
+                self._settle_rest(peer_request, failures.GONE)
                 return
-            for pull in asking.open_pulls():
+            for pull in peer_request.open_pulls():
                 if not pull.failed:
-                    self.outbox.add(LostReport(pull.request, pull.transfer, self.rank, asking.name, failure))
-                    self._fail(pull, asking.name, failure)
+                    self.outbox.add(LostReport(pull.request, pull.transfer, self.rank, peer_request.name, failure))
+                    self._fail(pull, peer_request.name, failure)
             await asyncio.sleep(PROBE_INTERVAL_S)
 
-    async def _is_gone(self, asking: Asking) -> bool:
+    async def _is_gone(self, peer_request: PeerRequest) -> bool:
         """Return whether nobody listens at a peer's address: its host answers, and refuses, twice in a row."""
-        _, host, port = split_zmq_path(asking.address)
+        _, host, port = split_zmq_path(peer_request.address)
         for _ in range(2):
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
