@@ -30,7 +30,7 @@ from connector.store.integrity import Guard
 from connector.store.load_planner import LoadPlanner
 from connector.store.loader import Answer, Limits, Loading, LoadResult, Reject, Target, get_from, run_pass
 from connector.store.metadata import LoadReport
-from connector.store.recording_store import RecordingStore, Work, in_order
+from connector.store.recording_store import RecordingStore, StoreWork, in_order
 from ledger.codes import KVCacheErrorCode, Stage
 from ledger.events import BlockFailures
 from ledger.settings import Settings
@@ -211,7 +211,7 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
             if load.ticket.cancelled:
                 load.loading.abandon(CANCELLED)
             elif not load.loading.done:
-                with self.store.working(Work(load.name, load=load.ticket.number)):
+                with self.store.working(StoreWork(load.name, load=load.ticket.number)):
                     run_pass(load.loading, self._get, self._loader.retries.now_s)
             due_s = load.loading.due_s
             if due_s is not None:

@@ -34,7 +34,7 @@ MAX_FAILURES = 64
 """Failed keys that an event lists; it gives the number of all."""
 
 
-class Work:
+class StoreWork:
     """What a transfer thread is doing: a job or a load, and how its calls to the store went.
 
     Attributes:
@@ -139,12 +139,12 @@ class RecordingStore:
         self._locator = locator
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> StoreWork | None:
         """The work of the calling thread, if it is in a `working` block."""
         return getattr(self._current, "work", None)
 
     @contextlib.contextmanager
-    def working(self, work: Work) -> Generator[Work]:
+    def working(self, work: StoreWork) -> Generator[StoreWork]:
         """Count and record the calls that this thread makes inside the block as `work`'s."""
         self._current.work = work
         try:

@@ -38,7 +38,7 @@ from connector.runtime.runtime import naming
 from connector.store.integrity import Fingerprints, Guard, layout_digest
 from connector.store.load_thread import LedgerRecvingThread, Loader, Retries, Ticket, TimedRetries, limits_of
 from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attached
-from connector.store.recording_store import BlockLocator, RecordingStore, Work, group_of, in_order
+from connector.store.recording_store import BlockLocator, RecordingStore, StoreWork, group_of, in_order
 from connector.store.save_planner import SavePlanner
 from ledger.codes import KVCacheErrorCode, Stage, translate
 from ledger.errors import KVTransferError
@@ -130,7 +130,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         job = req_meta.store_job_id
         if self._guard is not None:
             self.store.use(getattr(req_meta, "kvledger_taken", None))
-        with self.store.working(Work(name, job=-1 if job is None else job)):
+        with self.store.working(StoreWork(name, job=-1 if job is None else job)):
             super()._handle_request(req_meta)
 
     def finish_store_job(self, req_meta: ReqMeta) -> None:
@@ -163,7 +163,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
     def _report(self, req_meta: ReqMeta) -> JobReport | None:
         if req_meta.store_job_id is None:
             return None
-        work = self.store.work or Work(req_meta.req_id)
+        work = self.store.work or StoreWork(req_meta.req_id)
         raised = sys.exc_info()[1]
         outcome, code, raw, exception = "nothing", work.code, work.raw, work.exception
         if raised is not None and not exception:

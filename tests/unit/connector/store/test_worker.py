@@ -15,7 +15,7 @@ from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failur
 from connector.store.integrity import Fingerprints, Guard, Planned
 from connector.store.load_thread import Ticket
 from connector.store.metadata import JobReport, LoadReport
-from connector.store.recording_store import RecordingStore, Work
+from connector.store.recording_store import RecordingStore, StoreWork
 from connector.store.save_planner import SavePlanner
 from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, StoreOutbox
 from ledger.codes import KVCacheErrorCode, Stage
@@ -132,7 +132,7 @@ def test_a_block_that_failed_under_several_keys_is_one_failed_block():
     thread.store = RecordingStore(Full(), 0, None)
     thread.store.locate_with(SimpleNamespace(locate=lambda _, address: (0, address)))  # type: ignore[arg-type]
     blocks = [5, 5, 5, 5, 6, 6, 6, 6]  # two blocks, in four shards each
-    with thread.store.working(Work("r", job=0)) as work:
+    with thread.store.working(StoreWork("r", job=0)) as work:
         thread.store.batch_put_from_multi_buffers(
             [f"k@group:0@{number:02}" for number in range(8)], [[block] for block in blocks], [[8]] * 8
         )
