@@ -11,21 +11,7 @@ from typing import NamedTuple, TypeAlias
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-
-class Failure(NamedTuple):
-    """Why something failed: stable code, what was translated to it, stage, and the exception type if one was raised."""
-
-    code: str
-    raw: str
-    stage: str
-    exception: str = ""
-
-    def __str__(self) -> str:
-        raw = self.raw if self.exception in self.raw else f"{self.exception}: {self.raw}"
-        return f"{self.code} at {self.stage} ({raw})"
-
-
-NO_FAILURE = Failure("", "", "")
+from connector.runtime.failures import NO_FAILURE, Failure
 
 
 class PeersReport(NamedTuple):

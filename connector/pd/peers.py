@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeXferResponse, PullReqMeta
 
-from connector.pd.metadata import Failure
+from connector.runtime.failures import Failure
 
 
 class Pull:

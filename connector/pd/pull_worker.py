@@ -52,8 +52,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from connector.pd import failures
 from connector.pd.metadata import (
-    NO_FAILURE,
-    Failure,
     LateReport,
     LostReport,
     PeerReport,
@@ -63,12 +61,12 @@ from connector.pd.metadata import (
 )
 from connector.pd.outbox import Evidence, PDOutbox
 from connector.pd.peers import PEER_REQUEST, PeerRequest, Pull, ReplyDecoder, WatchedContext, unwatch
-from connector.runtime.failures import FailureLog
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.failures import NO_FAILURE, Failure
 from connector.runtime.requests import without_null
 from ledger import events as ev
 from ledger.blocks import Blocks
-from ledger.codes import KVCacheErrorCode, Stage
-from ledger.errors import KVTransferError
+from ledger.codes import Stage
 
 logger = logging.getLogger("kvledger")
 
@@ -390,7 +388,7 @@ class PullingWorker(MooncakeConnectorWorker):
             raise RuntimeError(f"{peer} settles a pull whose peers are not known")
         pull.peers.discard(peer)
         self.outbox.add(PeerReport(pull.request, pull.transfer, self.rank, peer, failure))
-        if failure.code:
+        if failure:
             self._fail(pull, peer, failure)
         if pull.peers:
             return
@@ -405,9 +403,7 @@ class PullingWorker(MooncakeConnectorWorker):
             request=self.logged(pull.request),
             outcome="failed" if pull.failed else "ok",
             duration_ns=time.monotonic_ns() - pull.started_ns,
-            code=str(failure.code),
-            raw=failure.raw,
-            exception=failure.exception,
+            **failure.cause_fields(),
         )
         if pull.waited_for:
             (self.outbox.finish_failed if pull.failed else self.outbox.finish)(pull.request)
@@ -419,16 +415,10 @@ class PullingWorker(MooncakeConnectorWorker):
         pull.failed = True
         self.xfer_stats.record_failed_recv()
         self.failures.report(
-            KVTransferError(
-                code=KVCacheErrorCode(failure.code),
-                stage=Stage(failure.stage),
-                raw=failure.raw,
-                exception=failure.exception,
-                request=self.logged(pull.request),
-                transfer=self.logged(pull.transfer),
-                rank=self.rank,
-                blocks=self._pull_blocks(pull),
-            ),
+            failure.of_blocks(self._pull_blocks(pull)),
+            request=self.logged(pull.request),
+            transfer=self.logged(pull.transfer),
+            rank=self.rank,
             peer=peer,
         )
         if pull.waited_for and not self._is_hma_required:

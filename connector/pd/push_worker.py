@@ -37,14 +37,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from connector.pd import failures
-from connector.pd.metadata import NO_FAILURE, Failure, PushReport, SentReport, hold_timeout_s
+from connector.pd.metadata import PushReport, SentReport, hold_timeout_s
 from connector.pd.outbox import Evidence, PDOutbox
-from connector.runtime.failures import FailureLog
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.failures import NO_FAILURE, Failure
 from connector.runtime.requests import without_null
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.codes import KVCacheErrorCode, Stage
-from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger")
 
@@ -313,11 +313,9 @@ class PushingWorker(MooncakeConnectorWorker):
                 outcome=outcome,
                 bytes=total_bytes if outcome == "ok" else 0,
                 duration_ns=duration_ns,
-                code=str(failure.code),
-                raw=failure.raw,
-                exception=failure.exception,
+                **failure.cause_fields(),
             )
-        if failure.code:
+        if failure:
             self._failed(sends, failure, peer)
         if question is not None:
             question.since_s = self.sender_loop.time()
@@ -336,20 +334,8 @@ class PushingWorker(MooncakeConnectorWorker):
         """Note a failed push, and say it in a line. The blocks stay held."""
         for push, send_meta in sends:
             push.failure = failure
-            ids = self._ids(push)
-            self.failures.report(
-                KVTransferError(
-                    code=KVCacheErrorCode(failure.code),
-                    stage=Stage(failure.stage),
-                    raw=failure.raw,
-                    exception=failure.exception,
-                    request=ids["request"],
-                    transfer=ids["transfer"],
-                    rank=self.rank,
-                    blocks=self._push_blocks(send_meta),
-                ),
-                peer=peer,
-            )
+            failed = failure.of_blocks(self._push_blocks(send_meta))
+            self.failures.report(failed, **self._ids(push), rank=self.rank, peer=peer)
 
     def _ids(self, push: Push) -> dict[str, str]:
         """Return what stands in logs for a push's request and transfer."""

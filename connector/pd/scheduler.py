@@ -32,7 +32,7 @@ This file may know vLLM's scheduler-side classes. It does no I/O and starts no t
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
@@ -44,8 +44,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connector.pd.metadata import (
-    NO_FAILURE,
-    Failure,
     LateReport,
     LostReport,
     PDWorkerMetadata,
@@ -60,6 +58,7 @@ from connector.pd.metadata import (
     connect_timeout_s,
     hold_timeout_s,
 )
+from connector.runtime.failures import NO_FAILURE, Failure
 from connector.runtime.requests import GroupIds, RequestObserver, generation_of, without_null
 from connector.runtime.runtime import LedgerRuntime
 from ledger import events as ev
@@ -72,6 +71,15 @@ T = TypeVar("T", Send, Recv)
 
 OfTransfer: TypeAlias = PeersReport | LostReport | PeerReport | PushReport | SentReport
 """A report of a transfer that should be open."""
+
+
+class Subject(TypedDict):
+    """What the events of a rank's report begin with."""
+
+    transfer: str
+    request: str
+    rank: int
+
 
 RECV_PARAMS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 """What `kv_transfer_params` must hold for a remote prefill."""
@@ -210,11 +218,17 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
 
     def _push_started(self, report: PushReport) -> None:
         if self._open(self._book.sends, report, "send") is not None:
-            self.ledger.record(ev.SendStarted, **self._named(report))
+            self.ledger.record(ev.SendStarted, **self._subject(report), peer=report.peer, address=report.address)
 
     def _rank_sent(self, report: SentReport) -> None:
         if self._open(self._book.sends, report, "send") is not None:
-            self.ledger.record(ev.RankSent, **self._named(report))
+            self.ledger.record(
+                ev.RankSent,
+                **self._subject(report),
+                outcome=report.outcome,
+                pushes=report.pushes,
+                **report.failure.fields(),
+            )
 
     def _finished_sending(self, request_id: str) -> bool:
         """Book that vLLM counts a send as finished on all ranks. Return whether it may free the blocks."""
@@ -268,7 +282,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     def _peers_named(self, report: PeersReport) -> None:
         recv = self._open(self._book.recvs, report, "recv")
         if recv is not None:
-            self.ledger.record(ev.PeersNamed, **self._named(report))
+            self.ledger.record(ev.PeersNamed, **self._subject(report), peers=report.peers, address=report.address)
 
     def _peer_lost(self, report: LostReport) -> None:
         recv = self._open(self._book.recvs, report, "recv")
@@ -280,22 +294,26 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         if recv is None:
             return
         name = self._name(report.request)
-        code = report.failure.code
+        failure = report.failure
         known = (report.rank, report.peer) in recv.waiting or (not report.peer and report.rank in recv.unnamed)
         if not known and any((rank, peer) == (report.rank, report.peer) for rank, peer, _ in recv.outcomes):
             why = f"{report.peer or 'the search for peers'} had settled for this rank before"
-            self._ignore("recv", why, transfer=recv.transfer, request=name, rank=report.rank, code=str(code))
+            self._ignore("recv", why, transfer=recv.transfer, request=name, rank=report.rank, code=str(failure.code))
             return
-        outcome = "failed" if code else "ok"
-        self.ledger.record(ev.PeerSettled, **self._named(report), outcome=outcome)
-        if code and not recv.failed:
+        outcome = "failed" if failure else "ok"
+        self.ledger.record(
+            ev.PeerSettled, **self._subject(report), peer=report.peer, outcome=outcome, **failure.fields()
+        )
+        if failure and not recv.failed:
             self._recv_failed(recv, report)
         if not recv.blocks and not recv.unnamed and not recv.waiting:
             # Nobody waits for this one, so vLLM never asks for it and is never told.
             self._settle_recv(name, recv)
 
     def _recv_failed(self, recv: Recv, report: LostReport | PeerReport) -> None:
-        self.ledger.record(ev.RecvFailed, **self._named(report), blocks=recv.blocks)
+        self.ledger.record(
+            ev.RecvFailed, **self._subject(report), peer=report.peer, **report.failure.fields(), blocks=recv.blocks
+        )
         name = self._name(report.request)
         if recv.blocks and name not in self._book.requests:
             self._recovered(name, recv, "gone")
@@ -355,8 +373,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             case SentReport():
                 self._rank_sent(report)
             case LateReport():
-                fields = self._named(report)
-                self._ignore(fields.pop("what"), fields.pop("why"), **fields)
+                self._ignore(report.what, report.why, **self._subject(report), code=report.code)
 
     def _open(self, opened: Mapping[str, T], report: OfTransfer, what: str) -> T | None:
         """Return the open transfer that a report is of; None, and a record of it, if it is over."""
@@ -373,15 +390,13 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     def _ignore(self, what: str, why: str, **about: Any) -> None:
         self.ledger.record(ev.ReportIgnored, what=what, why=why, **about)
 
-    def _named(self, report: Report) -> dict[str, Any]:
-        """Return a report's fields as those of its event: ids by their names in the log, a failure by its parts."""
-        fields = report._asdict()
-        fields["request"] = self._name(report.request)
-        fields["transfer"] = self._transfer(report.transfer)
-        failure = fields.pop("failure", None)
-        if failure is not None:
-            fields.update({part: str(value) for part, value in failure._asdict().items()})
-        return fields
+    def _subject(self, report: Report) -> Subject:
+        """Return whose report it is, as it stands in events: vLLM's ids by their names in the log."""
+        return {
+            "transfer": self._transfer(report.transfer),
+            "request": self._name(report.request),
+            "rank": report.rank,
+        }
 
     def _transfer(self, transfer: str) -> str:
         """Return what stands in the log for a transfer id: routers make it of the request's own."""

@@ -30,7 +30,7 @@ from connector.pd.pull_worker import PullingWorker
 from connector.pd.push_worker import PushingWorker
 from connector.pd.stats import LedgerMooncakeStats
 from connector.runtime.evidence import EvidenceSender, evidence_address
-from connector.runtime.failures import FailureLog, open_failure_log
+from connector.runtime.failure_log import FailureLog, open_failure_log
 from connector.runtime.runtime import naming
 from ledger.settings import Settings
 

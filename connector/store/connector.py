@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector impor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from connector.runtime.failures import LedgerStorePromMetrics, LedgerStoreStats
 from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import LedgerRuntime, open_ledger
 from connector.store.scheduler import LedgerStoreScheduler
+from connector.store.stats import LedgerStorePromMetrics, LedgerStoreStats
 from connector.store.worker import LedgerStoreWorker
 from ledger import settings as ledger_settings
 from ledger.settings import Settings

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from connector.store.loader import Answer, Reject, Target
-from ledger.codes import KVCacheErrorCode
+from connector.runtime.failures import Failure
+from connector.store.loader import Answer, Target
+from ledger.codes import KVCacheErrorCode, Stage
 
 FORMAT = 1
 """The version of the trailer. A value of another version is of another layout."""
@@ -269,10 +270,10 @@ class Guard:
             trailer = Trailer.decode(raw)
             layout = self.layout_of(target.key)
             if trailer is None:
-                judged[index] = Reject(KVCacheErrorCode.VERSION_MISMATCH, f"no trailer of format {FORMAT}")
+                judged[index] = _rejected(KVCacheErrorCode.VERSION_MISMATCH, f"no trailer of format {FORMAT}")
             elif trailer.layout != layout or trailer.value_bytes != sum(target.sizes):
                 said = f"layout {trailer.layout.hex()[:16]}, expected {layout.hex()[:16]}"
-                judged[index] = Reject(KVCacheErrorCode.VERSION_MISMATCH, said)
+                judged[index] = _rejected(KVCacheErrorCode.VERSION_MISMATCH, said)
             elif trailer.fingerprint is not None and self.chooses(target.key):
                 to_compare.append((index, trailer.fingerprint))
         blocks = [Planned(str(index), targets[index].addresses, targets[index].sizes) for index, _ in to_compare]
@@ -282,8 +283,13 @@ class Guard:
             for block, fingerprint in zip(alike, _unsigned(found), strict=True):
                 if fingerprint != stored[block.key]:
                     said = f"fingerprint {fingerprint:016x}, stored {stored[block.key]:016x}"
-                    judged[int(block.key)] = Reject(KVCacheErrorCode.CRC_MISMATCH, said)
+                    judged[int(block.key)] = _rejected(KVCacheErrorCode.CRC_MISMATCH, said)
         return judged
+
+
+def _rejected(code: KVCacheErrorCode, raw: str) -> Failure:
+    """Return why a value that arrived may not be used."""
+    return Failure(code, raw, Stage.VERIFY)
 
 
 class Taken:

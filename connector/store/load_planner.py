@@ -103,7 +103,7 @@ class LoadPlanner(KVCacheStoreRecvingThread):
             thread.block_size,
             thread.tp_rank,
             threading.Event(),
-            # Without a budget upstream asks for everything at once; `Loading` splits by the budget.
+            # Without a budget upstream asks for everything at once; `LoadPasses` splits by the budget.
             disk_offload_buffer_budget_bytes=None,
             request_queue=queue.Queue(),
             group_participates=thread.group_participates,

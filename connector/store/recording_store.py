@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 
 from connector.runtime.evidence import EvidenceSender
+from connector.runtime.failures import NO_FAILURE, Failure
 from connector.store.integrity import Changed, Guard, GuardedStore
 from ledger import events as ev
 from ledger.blocks import Blocks, to_ranges
@@ -38,12 +39,8 @@ class StoreWork:
     """What a transfer thread is doing: a job or a load, and how its calls to the store went.
 
     Attributes:
-        puts, gets: how many such calls were made.
-        raw, code: of the first key or call that failed.
-        exception: the type of the first exception that a call raised.
-        stage: where it failed.
-        failed_keys: keys that failed in all calls.
-        failed_places: their `(group, block)`, where they are known.
+        lookups, puts, gets: how many such calls were made.
+        stage: where it would fail next, or has failed.
     """
 
     def __init__(self, request: str, *, job: int = -1, load: int = -1) -> None:
@@ -53,29 +50,37 @@ class StoreWork:
         self.lookups = 0
         self.puts = 0
         self.gets = 0
-        self.failed_keys = 0
-        self.failed_places: list[tuple[int, int]] = []
-        self.raw = ""
-        self.code = ""
-        self.exception = ""
         self.stage = Stage.STORE_GET if load >= 0 else Stage.STORE_PUT
+        self._first = NO_FAILURE
+        self._failed_keys = 0
+        self._failed_places: dict[tuple[int, int], None] = {}
+
+    @property
+    def failed_blocks(self) -> tuple[Blocks, int]:
+        """The blocks that failed in all calls, as far as they are known, and how many keys."""
+        return in_order(list(self._failed_places)), self._failed_keys
+
+    @property
+    def failure(self) -> Failure:
+        """All that failed, by the cause of the first key or call that did; `NO_FAILURE` if nothing did."""
+        return self._first.of_blocks(*self.failed_blocks) if self._first else NO_FAILURE
 
     def rejected(self, code: KVCacheErrorCode, raw: str, places: Sequence[tuple[int, int]]) -> None:
         """Note that what was moved may not be used, although the store took it."""
-        self.failed_keys += len(places)
-        self.failed_places.extend(places)
-        if not self.code:
-            self.code, self.raw, self.stage = str(code), raw, Stage.VERIFY
+        self._count(len(places), places)
+        if not self._first:
+            self.stage = Stage.VERIFY
+            self._first = Failure(code, raw, self.stage)
 
     def failed(self, raw: int | BaseException, keys: int, places: Sequence[tuple[int, int]] = ()) -> None:
-        """Note a failure; the first one names the work's code."""
-        self.failed_keys += keys
-        self.failed_places.extend(places)
-        if not self.code:
-            translated = translate(raw)
-            self.raw, self.code = translated.raw, str(translated.code)
-            if isinstance(raw, BaseException):
-                self.exception = type(raw).__name__
+        """Note a failure."""
+        self._count(keys, places)
+        if not self._first:
+            self._first = Failure.of(raw, self.stage)
+
+    def _count(self, keys: int, places: Sequence[tuple[int, int]]) -> None:
+        self._failed_keys += keys
+        self._failed_places.update(dict.fromkeys(places))
 
 
 class BlockLocator:

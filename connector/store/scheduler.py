@@ -419,7 +419,14 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 self.ledger.record(ev.ReportIgnored, what="load", why=why, load=load, request=self._name(request_id))
 
     def _rank_completed(self, report: JobReport) -> None:
-        if self.ledger.record(ev.RankCompleted, **report._asdict()) is None:
+        recorded = self.ledger.record(
+            ev.RankCompleted,
+            job=report.job,
+            rank=report.rank,
+            outcome=report.outcome,
+            **report.failure.cause_fields(),
+        )
+        if recorded is None:
             return
         job = self._book.jobs[report.job]
         if job.waiting or job.quarantined:
@@ -432,7 +439,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 self._free(freed.blocks)
 
     def _rank_loaded(self, report: LoadReport) -> None:
-        load = self._book.loads.get(report.load)
+        load, failure = self._book.loads.get(report.load), report.failure
         if load is None or report.rank not in load.waiting:
             self.ledger.record(
                 ev.ReportIgnored,
@@ -440,15 +447,25 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 why="the load had settled before" if load is None else "the rank had answered before",
                 load=report.load,
                 rank=report.rank,
-                code=report.code,
+                code=str(failure.code),
             )
             return
-        self.ledger.record(ev.RankLoaded, **report._asdict())
+        self.ledger.record(
+            ev.RankLoaded,
+            load=report.load,
+            rank=report.rank,
+            outcome=report.outcome,
+            **failure.fields(),
+            blocks=failure.blocks,
+            failed_keys=failure.keys,
+            failures=tuple(each.block_failures() for each in report.failures),
+            invalid=report.invalid,
+            retries=report.retries,
+        )
         if report.outcome == "failed" and not load.failed:
-            failure = report._asdict()
-            for only_the_ranks in ("outcome", "failed_keys", "failures", "invalid", "retries"):
-                del failure[only_the_ranks]
-            self.ledger.record(ev.LoadFailed, **failure)
+            self.ledger.record(
+                ev.LoadFailed, load=report.load, rank=report.rank, **failure.fields(), blocks=failure.blocks
+            )
         if not load.waiting:
             self._settle_load(report.load)
 

@@ -32,16 +32,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 )
 
 from connector.runtime.evidence import EvidenceSender, evidence_address
-from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failure_log
+from connector.runtime.failure_log import FailureLog, open_failure_log
+from connector.runtime.failures import Failure
 from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import naming
 from connector.store.integrity import Fingerprints, Guard, layout_digest
-from connector.store.load_thread import LedgerRecvingThread, Loader, Retries, Ticket, TimedRetries, limits_of
+from connector.store.load_thread import LedgerRecvingThread, RankLoad, RecvSetup, Retries, TimedRetries, limits_of
 from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attached
-from connector.store.recording_store import BlockLocator, RecordingStore, StoreWork, group_of, in_order
+from connector.store.recording_store import BlockLocator, RecordingStore, StoreWork, group_of
 from connector.store.save_planner import SavePlanner
-from ledger.codes import KVCacheErrorCode, Stage, translate
-from ledger.errors import KVTransferError
+from connector.store.stats import LedgerStoreStats
 from ledger.settings import Settings
 
 logger = logging.getLogger("kvledger")
@@ -142,34 +142,28 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         if report is not None:
             self._outbox.add_job(report)
             if report.outcome == "failed":
-                self._tell(report)
+                self._report_failure(report)
 
-    def _tell(self, report: JobReport) -> None:
+    def _report_failure(self, report: JobReport) -> None:
         work = self.store.work
         self._failures.report(
-            KVTransferError(
-                code=KVCacheErrorCode(report.code) if report.code else KVCacheErrorCode.UNKNOWN,
-                stage=work.stage if work is not None else Stage.STORE_PUT,
-                raw=report.raw,
-                exception=report.exception,
-                request=work.request if work is not None else "",
-                job=report.job,
-                rank=report.rank,
-                blocks=in_order(list(dict.fromkeys(work.failed_places))) if work is not None else (),
-            ),
-            failed_keys=work.failed_keys if work is not None else 0,
+            report.failure,
+            request=work.request if work is not None else "",
+            job=report.job,
+            rank=report.rank,
+            failed_keys=report.failure.keys,
         )
 
     def _report(self, req_meta: ReqMeta) -> JobReport | None:
         if req_meta.store_job_id is None:
             return None
         work = self.store.work or StoreWork(req_meta.req_id)
+        failure = work.failure
         raised = sys.exc_info()[1]
-        outcome, code, raw, exception = "nothing", work.code, work.raw, work.exception
-        if raised is not None and not exception:
-            translated = translate(raised)
-            code, raw, exception = str(translated.code), translated.raw, type(raised).__name__
-        if code or raised is not None:
+        if raised is not None and not failure.exception:
+            failure = Failure.of(raised, work.stage).of_blocks(*work.failed_blocks)
+        outcome = "nothing"
+        if failure:
             outcome = "failed"
         elif work.puts:
             outcome = "stored"
@@ -179,7 +173,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
             outcome = "present"
         elif self._should_skip_request(req_meta.req_id):
             outcome = "skipped"
-        return JobReport(req_meta.store_job_id, self._outbox.rank, outcome, code, raw, exception)
+        return JobReport(req_meta.store_job_id, self._outbox.rank, outcome, failure)
 
     def take_completed_saves(self) -> dict[int, int]:
         """Return nothing, and keep nothing: completions travel as reports, which name their rank."""
@@ -206,7 +200,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self.retries: Retries = TimedRetries(self.recv_request_queue)
         self.kv_connector_stats = LedgerStoreStats()
         self._step = 0
-        self._tickets: dict[str, list[Ticket]] = {}
+        self._loads: dict[str, list[RankLoad]] = {}
         """The loads that vLLM has not been told of as finished, by request, oldest first. The engine's thread alone."""
         self._sender: EvidenceSender | None = None
         if settings.evidence and not self._capacity_only:
@@ -228,7 +222,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             if guard is not None:
                 sender.guard_with(guard)
         for thread in self.kv_recv_threads:
-            rebase_class(thread, LedgerRecvingThread).open(self._loader(thread, guard))
+            rebase_class(thread, LedgerRecvingThread).open(self._recv_setup(thread, guard))
 
     def start_load_kv(self, metadata: MooncakeStoreConnectorMetadata) -> None:
         """Queue the loads of a step, each with the id that the ledger gave it."""
@@ -240,9 +234,9 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             for req_meta in metadata.requests:
                 load = book.loads.get(req_meta.req_id)
                 if load is not None:
-                    ticket = Ticket(load, book.step)
-                    req_meta.kvledger_load = ticket  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-                    self._tickets.setdefault(req_meta.req_id, []).append(ticket)
+                    queued = RankLoad(req_meta.req_id, load, book.step)
+                    req_meta.kvledger_load = queued  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+                    self._loads.setdefault(req_meta.req_id, []).append(queued)
         super().start_load_kv(metadata)
 
     def build_connector_worker_meta(self) -> LedgerWorkerMetadata | None:
@@ -265,8 +259,8 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         ]
         return Guard(Fingerprints(_tensors(kv_caches.values())), layouts, group_of, every_keys)
 
-    def _loader(self, thread: KVCacheStoreRecvingThread, guard: Guard | None) -> Loader:
-        return Loader(
+    def _recv_setup(self, thread: KVCacheStoreRecvingThread, guard: Guard | None) -> RecvSetup:
+        return RecvSetup(
             guard=guard,
             rank=self._outbox.rank,
             kv_groups=self._kv_groups,
@@ -286,22 +280,22 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         if results.finished_recving:
             self._outbox.add_answered(results.finished_recving)
             for request_id in results.finished_recving:
-                tickets = self._tickets.get(request_id, [])
-                del tickets[:1]
-                if not tickets:
-                    self._tickets.pop(request_id, None)
+                loads = self._loads.get(request_id, [])
+                del loads[:1]
+                if not loads:
+                    self._loads.pop(request_id, None)
         return results
 
     def _cancel_loads(self, finished_req_ids: set[str]) -> None:
         """Cancel the loads of requests that ended before this step; one of its own is of a request that came back."""
         gone = [
-            ticket
-            for request_id in self._tickets.keys() & finished_req_ids
-            for ticket in self._tickets[request_id]
-            if ticket.step < self._step
+            load
+            for request_id in self._loads.keys() & finished_req_ids
+            for load in self._loads[request_id]
+            if load.step < self._step
         ]
-        for ticket in gone:
-            ticket.cancelled = True
+        for load in gone:
+            load.cancelled = True
         if gone:
             self.retries.bring_cancelled()
 

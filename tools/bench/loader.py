@@ -42,10 +42,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     KVCacheStoreSendingThread,
 )
 
-from connector.runtime.failures import FailureLog
+from connector.runtime.failure_log import FailureLog
 from connector.runtime.rebase import rebase_class
 from connector.store.integrity import Fingerprints, Guard, layout_digest
-from connector.store.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
+from connector.store.load_thread import LedgerRecvingThread, RankLoad, RecvSetup, TimedRetries, limits_of
 from connector.store.recording_store import BlockLocator, RecordingStore
 from connector.store.worker import LedgerSendingThread, StoreOutbox
 from ledger.settings import parse
@@ -104,7 +104,9 @@ class Side:
         settings, reports, failures = parse({}), StoreOutbox(0), FailureLog("bench", print)
         retries = TimedRetries(self._queue)
         rebase_class(self.receiver, LedgerRecvingThread).open(
-            Loader(0, (0,), limits_of(settings, self.receiver), str, reports.add_load, failures, retries, self._guard)
+            RecvSetup(
+                0, (0,), limits_of(settings, self.receiver), str, reports.add_load, failures, retries, self._guard
+            )
         )
         sender = rebase_class(self.sender, LedgerSendingThread)
         sender.open(reports, failures, name=str)
@@ -115,7 +117,7 @@ class Side:
         """Load all blocks, as the receive thread does."""
         tokens = len(blocks) * BLOCK_TOKENS
         req_meta = ReqMeta("r", 0, (blocks,), hashes, load_spec=LoadSpec(0, tokens, True, token_len=tokens))  # type: ignore[arg-type]
-        req_meta.kvledger_load = Ticket(0)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        req_meta.kvledger_load = RankLoad("r", 0)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
         self._queue.put(req_meta)
         self.receiver._handle_request(self._queue.get())
         if self.receiver.get_and_clear_block_ids_with_load_errors():

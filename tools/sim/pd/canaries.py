@@ -17,8 +17,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.pd import failures as pd_failures
-from connector.pd.metadata import NO_FAILURE, LostReport, PDWorkerMetadata, PeerReport
+from connector.pd.metadata import LostReport, PDWorkerMetadata, PeerReport
 from connector.pd.peers import PEER_REQUEST
+from connector.runtime.failures import NO_FAILURE
 from ledger.codes import Stage
 from tools.sim.pd import plan as pl
 from tools.sim.pd.engine import Engine

@@ -49,7 +49,7 @@ from connector.pd import (
 )
 from connector.pd.outbox import Evidence
 from connector.pd.worker import LedgerMooncakeWorker
-from connector.runtime.failures import FailureLog
+from connector.runtime.failure_log import FailureLog
 from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import LedgerRuntime
 from ledger import settings as ledger_settings

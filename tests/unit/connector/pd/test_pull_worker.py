@@ -19,7 +19,7 @@ from connector.pd import pull_worker as pd_pulling
 from connector.pd.metadata import LateReport, LostReport, PeerReport, PeersReport
 from connector.pd.peers import PEER_REQUEST, PeerRequest
 from connector.pd.stats import FAILURES
-from connector.runtime.failures import FailureLog
+from connector.runtime.failure_log import FailureLog
 from tests.engine.machine import free_port
 from tests.unit.connector.pd.world import Bootstrap, Decode, Peer, Status, pulls
 

@@ -11,8 +11,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.pd.metadata import (
-    NO_FAILURE,
-    Failure,
     LateReport,
     LostReport,
     PDWorkerMetadata,
@@ -22,6 +20,7 @@ from connector.pd.metadata import (
     Report,
     SentReport,
 )
+from connector.runtime.failures import NO_FAILURE, Failure
 from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.errors import InvariantViolation

@@ -10,16 +10,17 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 
-from connector.runtime import failures
-from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failure_log
+from connector.runtime import failure_log
+from connector.runtime.failure_log import FailureLog, open_failure_log
+from connector.runtime.failures import Failure
 from connector.store.integrity import Fingerprints, Guard, Planned
-from connector.store.load_thread import Ticket
+from connector.store.load_thread import RankLoad
 from connector.store.metadata import JobReport, LoadReport
 from connector.store.recording_store import RecordingStore, StoreWork
 from connector.store.save_planner import SavePlanner
+from connector.store.stats import FAILURES, LedgerStoreStats
 from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, StoreOutbox
 from ledger.codes import KVCacheErrorCode, Stage
-from ledger.errors import KVTransferError
 from tests.unit.log_files import logged
 
 
@@ -49,7 +50,7 @@ class Retrying:
 def worker(monkeypatch: pytest.MonkeyPatch) -> LedgerStoreWorker:
     """A worker half without caches and store, whose upstream finishes the loads that a test names."""
     made = LedgerStoreWorker.__new__(LedgerStoreWorker)
-    made._outbox, made._tickets, made._step, made.retries = StoreOutbox(0), {}, 0, Retrying()  # type: ignore[assignment]
+    made._outbox, made._loads, made._step, made.retries = StoreOutbox(0), {}, 0, Retrying()  # type: ignore[assignment]
     made._sender = None
     finished: set[str] = set()
     made.finished = finished  # type: ignore[attr-defined]
@@ -60,8 +61,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> LedgerStoreWorker:
     return made
 
 
-def give(worker: LedgerStoreWorker, step: int, loads: dict[str, int]) -> list[Ticket]:
-    """Let a step give loads to the worker, and return their tickets."""
+def give(worker: LedgerStoreWorker, step: int, loads: dict[str, int]) -> list[RankLoad]:
+    """Let a step give loads to the worker, and return them."""
     requests = [SimpleNamespace(req_id=request) for request in loads]
     worker.start_load_kv(SimpleNamespace(kvledger=(step, loads), requests=requests))  # type: ignore[arg-type]
     return [request.kvledger_load for request in requests]
@@ -85,7 +86,7 @@ def test_nothing_is_kept_of_loads_that_were_answered(worker: LedgerStoreWorker):
     give(worker, 1, {"a": 0, "b": 1})
     worker.finished.update(("a", "b"))  # type: ignore[attr-defined]
     worker.get_transfer_results(set(), None)  # type: ignore[arg-type]
-    assert not worker._tickets
+    assert not worker._loads
 
 
 class NoRoom(Fingerprints):
@@ -136,17 +137,20 @@ def test_a_block_that_failed_under_several_keys_is_one_failed_block():
         thread.store.batch_put_from_multi_buffers(
             [f"k@group:0@{number:02}" for number in range(8)], [[block] for block in blocks], [[8]] * 8
         )
-        thread._tell(JobReport(0, 0, "failed", work.code, work.raw, work.exception))
+        thread._report_failure(JobReport(0, 0, "failed", work.failure))
     assert json.loads(lines[0])["failed_blocks"] == 2
     stats = LedgerStoreStats()
     thread._failures.move_to(stats)
-    assert stats.data[failures.FAILURES][0]["blocks"] == 2
+    assert stats.data[FAILURES][0]["blocks"] == 2
+
+
+A_FAILURE = Failure(KVCacheErrorCode.UNKNOWN, "", Stage.STORE_PUT)
 
 
 @pytest.fixture
 def no_failure_log(monkeypatch: pytest.MonkeyPatch):
     """The failure log as in a new process, and as it was afterwards."""
-    monkeypatch.setattr(failures, "_opened", None)
+    monkeypatch.setattr(failure_log, "_opened", None)
     logger = logging.getLogger("kvledger.failures")
     before, propagate = list(logger.handlers), logger.propagate
     logger.handlers.clear()
@@ -157,19 +161,13 @@ def no_failure_log(monkeypatch: pytest.MonkeyPatch):
     logger.handlers[:], logger.propagate = before, propagate
 
 
-def a_failure() -> KVTransferError:
-    return KVTransferError(
-        code=KVCacheErrorCode.UNKNOWN, stage=Stage.STORE_PUT, raw="", exception="", request="r", rank=0
-    )
-
-
 @pytest.mark.usefixtures("no_failure_log")
 @pytest.mark.parametrize("paths", [["", "a"], ["a", ""], ["a", "a"]])
 def test_a_failure_log_that_one_of_two_connectors_names_is_written(tmp_path, paths):
     with logged() as said:
         for path in paths:
             open_failure_log(str(tmp_path / path) if path else "")
-    FailureLog("e").report(a_failure())
+    FailureLog("e").report(A_FAILURE, request="r", rank=0)
     assert len((tmp_path / "a").read_text().splitlines()) == 1
     assert not said.lines
 
@@ -181,6 +179,6 @@ def test_of_two_failure_logs_the_second_is_said_to_be_left_out(tmp_path):
         open_failure_log(str(tmp_path / "b"))
     (line,) = said.lines
     assert str(tmp_path / "b") in line
-    FailureLog("e").report(a_failure())
+    FailureLog("e").report(A_FAILURE, request="r", rank=0)
     assert (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
