@@ -22,6 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from connector.runtime.failures import Failure
 
 
+def peer_name(tp_rank: int, pp_rank: int | str) -> str:
+    """Return the name in events of a worker of the other engine: `tp<rank> pp<stage>`."""
+    return f"tp{tp_rank} pp{pp_rank}"
+
+
 class Pull:
     """One request's transfer on this rank.
 

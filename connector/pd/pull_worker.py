@@ -60,10 +60,10 @@ from connector.pd.metadata import (
     bootstrap_timeout_s,
 )
 from connector.pd.outbox import Evidence, PDOutbox
-from connector.pd.peers import PEER_REQUEST, PeerRequest, Pull, ReplyDecoder, WatchedContext, unwatch
+from connector.pd.peers import PEER_REQUEST, PeerRequest, Pull, ReplyDecoder, WatchedContext, peer_name, unwatch
 from connector.runtime.failure_log import FailureLog
 from connector.runtime.failures import NO_FAILURE, Failure
-from connector.runtime.requests import without_null
+from connector.runtime.requests import blocks_of_groups
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.codes import Stage
@@ -221,7 +221,7 @@ class PullingWorker(MooncakeConnectorWorker):
         """Return the name of each worker of a prefill engine, by its address."""
         stages = self._remote_agents[engine]
         return {
-            address: f"tp{tp_rank} pp{pp_rank}"
+            address: peer_name(tp_rank, pp_rank)
             for tp_rank, by_stage in stages.items()
             for pp_rank, address in by_stage.items()
         }
@@ -426,7 +426,7 @@ class PullingWorker(MooncakeConnectorWorker):
             self.outbox.invalidate(frozenset(block for group in pull.blocks for block in group))
 
     def _pull_blocks(self, pull: Pull) -> Blocks:
-        return without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
+        return blocks_of_groups(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
 
     # --- the watchdog -----------------------------------------------------------------------------------------------
 

@@ -39,9 +39,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from connector.pd import failures
 from connector.pd.metadata import PushReport, SentReport, hold_timeout_s
 from connector.pd.outbox import Evidence, PDOutbox
+from connector.pd.peers import peer_name
 from connector.runtime.failure_log import FailureLog
 from connector.runtime.failures import NO_FAILURE, Failure
-from connector.runtime.requests import without_null
+from connector.runtime.requests import blocks_of_groups
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.codes import KVCacheErrorCode, Stage
@@ -254,7 +255,7 @@ class PushingWorker(MooncakeConnectorWorker):
             # The decode begins anew with each answer, too; but if its time was over it may have given up, and does not.
             question.since_s = self.sender_loop.time()
         asked, ready_reqs = ready_reqs, [each for each in ready_reqs if each[0] not in over]
-        peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"
+        peer = peer_name(agent_meta.remote_tp_rank, 0 if agent_meta.remote_pp_size == 1 else "?")
         address = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
         sends: dict[str, tuple[Push, SendBlockMeta]] = {}
         for d_req_id, send_meta in ready_reqs:
@@ -343,7 +344,7 @@ class PushingWorker(MooncakeConnectorWorker):
 
     def _push_blocks(self, send_meta: SendBlockMeta) -> Blocks:
         groups = send_meta.local_block_ids
-        return without_null(zip(self.group_ids, groups, strict=True)) if groups else ()
+        return blocks_of_groups(zip(self.group_ids, groups, strict=True)) if groups else ()
 
     async def fetch_finished_sending_reqs(self) -> set[str]:
         """Return what upstream counts as over on this rank, and report how each send ended.

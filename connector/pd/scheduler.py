@@ -59,7 +59,7 @@ from connector.pd.metadata import (
     hold_timeout_s,
 )
 from connector.runtime.failures import NO_FAILURE, Failure
-from connector.runtime.requests import GroupIds, RequestObserver, generation_of, without_null
+from connector.runtime.requests import GroupIds, RequestObserver, blocks_of_groups, generation_of
 from connector.runtime.runtime import LedgerRuntime
 from ledger import events as ev
 from ledger.blocks import Blocks, from_ranges, to_ranges
@@ -387,8 +387,10 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         self._ignore(what, why, transfer=transfer, request=name, rank=report.rank, code=str(failure.code))
         return None
 
-    def _ignore(self, what: str, why: str, **about: Any) -> None:
-        self.ledger.record(ev.ReportIgnored, what=what, why=why, **about)
+    def _ignore(self, what: str, why: str, *, transfer: str = "", request: str, rank: int = -1, code: str = "") -> None:
+        self.ledger.record(
+            ev.ReportIgnored, what=what, why=why, transfer=transfer, request=request, rank=rank, code=code
+        )
 
     def _subject(self, report: Report) -> Subject:
         """Return whose report it is, as it stands in events: vLLM's ids by their names in the log."""
@@ -404,7 +406,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
 
     def _by_group(self, groups: Sequence[list[int]]) -> Blocks:
         named: Iterable[GroupIds] = zip(self._groups, groups, strict=True) if groups else ()
-        return without_null(named)
+        return blocks_of_groups(named)
 
     def has_pending_push_work(self) -> bool:
         """Return True while a transfer is open: its reports need engine steps."""

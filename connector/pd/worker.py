@@ -58,8 +58,8 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         open_failure_log(settings.failure_log)
         self.failures = FailureLog(str(transfer.engine_id) if transfer is not None else "")
         self.xfer_stats = LedgerMooncakeStats()
-        self._told_recved: set[str] = set()
-        self._told_sent: set[str] = set()
+        self._passed_on_recved: set[str] = set()
+        self._passed_on_sent: set[str] = set()
         self._ended = False
         self.open_pulling()
         self.open_pushing()
@@ -80,8 +80,8 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         if not self.is_kv_consumer:
             sent = asyncio.run_coroutine_threadsafe(self.fetch_finished_sending_reqs(), self.sender_loop).result()
         received, failed = self.outbox.take_finished()
-        self._told_sent |= sent
-        self._told_recved |= received | failed
+        self._passed_on_sent |= sent
+        self._passed_on_recved |= received | failed
         return KVConnectorTransferResults(
             finished_sending=sent,
             finished_recving=received | failed,
@@ -96,8 +96,8 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
     def build_connector_worker_meta(self) -> PDWorkerMetadata | None:
         """Return this rank's reports since the last step, None if there are none."""
         reports = self.outbox.take_reports()
-        recved, self._told_recved = self._told_recved, set()
-        sent, self._told_sent = self._told_sent, set()
+        recved, self._passed_on_recved = self._passed_on_recved, set()
+        sent, self._passed_on_sent = self._passed_on_sent, set()
         if not reports and not recved and not sent:
             return None
         return PDWorkerMetadata(reports, recved, sent)

@@ -157,6 +157,11 @@ def generation_of(request: Request) -> int:
     return request.num_preemptions + 1
 
 
-def without_null(groups: Iterable[GroupIds]) -> Blocks:
+def without_null(ids: list[int]) -> list[int]:
+    """Return block numbers without vLLM's placeholder block."""
+    return [block for block in ids if block != NULL_BLOCK] if NULL_BLOCK in ids else ids
+
+
+def blocks_of_groups(groups: Iterable[GroupIds]) -> Blocks:
     """Return `groups` as `Blocks`, without vLLM's placeholder block."""
-    return by_group((group, [block for block in ids if block != NULL_BLOCK]) for group, ids in groups)
+    return by_group((group, without_null(ids)) for group, ids in groups)

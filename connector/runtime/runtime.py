@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from connector.runtime.compat import version_of
 from connector.runtime.evidence import EvidenceReceiver, evidence_address
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvledger")
 
 E = TypeVar("E", bound=ev.Event)
+P = ParamSpec("P")
+
+Recordable: TypeAlias = Callable[Concatenate[int, int, int, str, int, P], E]
+"""The class of an event, as a type checker sees it: what makes an event of its envelope and its own fields `P`."""
 
 WATCH_INTERVAL_STEPS = 64
 """Steps between two looks at the oldest open work: often enough for a limit in seconds, and free in between."""
@@ -76,7 +80,7 @@ class LedgerRuntime:
         self._finishing = threading.Lock()
         self._finished = False
         self._closed = False
-        self._told: set[str] = set()
+        self._logged_rules: set[str] = set()
         self.next_watch_step = WATCH_INTERVAL_STEPS
         self._stall_suspect_ns = int(settings.stall_suspect_s * 1e9)
         self.policy: str = str(opened.get("policy", ""))
@@ -85,14 +89,19 @@ class LedgerRuntime:
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def record(self, kind: type[E], **fields: Any) -> E | None:
+    def record(self, kind: "Recordable[P, E]", *no_args: P.args, **fields: P.kwargs) -> E | None:
         """Append an event and return it, or None if the book refuses it and the setting is to quarantine.
+
+        Args:
+            kind: the event's class. The log adds the envelope.
+            no_args: none; a type checker asks for the name.
+            fields: the fields of that kind, which a type checker checks.
 
         Raises:
             InvariantViolation: the book refuses the event and `on_invariant_violation` is `raise`.
         """
         try:
-            return self.log.append(kind, **fields)
+            return self.log.append(kind, **fields)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType] - a class
         except Refused as refused:
             self.violated(refused, fields)
             return None
@@ -111,8 +120,8 @@ class LedgerRuntime:
         )
         if self.settings.on_invariant_violation == "raise":
             raise InvariantViolation(refused.rule, message)
-        if refused.rule not in self._told:
-            self._told.add(refused.rule)
+        if refused.rule not in self._logged_rules:
+            self._logged_rules.add(refused.rule)
             logger.critical("%s Serving goes on (on_invariant_violation=quarantine).", message)
 
     def watch(self) -> None:
@@ -298,10 +307,6 @@ def hashed(request_id: str) -> str:
     return hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
 
-def _unchanged(request_id: str) -> str:
-    return request_id
-
-
 def naming(settings: Settings) -> Callable[[str], str]:
     """Return what gives the name in the log of a request id, or of a transfer id that a router made of one."""
-    return hashed if settings.hash_request_ids else _unchanged
+    return hashed if settings.hash_request_ids else str

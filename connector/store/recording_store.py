@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 
 from connector.runtime.evidence import EvidenceSender
 from connector.runtime.failures import NO_FAILURE, Failure
-from connector.store.integrity import Changed, Guard, GuardedStore
+from connector.store.integrity import ChangedBlock, Guard, GuardedStore
 from ledger import events as ev
 from ledger.blocks import Blocks, to_ranges
 from ledger.codes import KVCacheErrorCode, Stage, translate
@@ -256,7 +256,7 @@ class RecordingStore:
         )
         return results
 
-    def _block_changed(self, changed: Changed) -> None:
+    def _block_changed(self, changed: ChangedBlock) -> None:
         """Record that a block changed under the put that the calling thread is making."""
         place = self._places([changed.key], [[changed.address]])[0]
         work = self.work

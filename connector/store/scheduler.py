@@ -43,11 +43,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connector.runtime.requests import GroupIds, RequestObserver, generation_of
+from connector.runtime.requests import GroupIds, RequestObserver, generation_of, without_null
 from connector.runtime.runtime import LedgerRuntime
 from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attach
 from ledger import events as ev
-from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, numbers, to_ranges
+from ledger.blocks import Blocks, by_group, count, numbers, to_ranges
 from ledger.state.apply import Load, RequestRecord
 
 _NO_LOADS: dict[str, int] = {}
@@ -165,22 +165,30 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         is "not known yet", which makes vLLM put it back among those that hold nothing, and a hit that found no room is
         not given again.
         """
-        about = {
-            "request": self._name(request.request_id),
-            "generation": generation_of(request),
-            "hit_tokens": hit_tokens,
-            "local_tokens": local_tokens,
-        }
+        name, generation = self._name(request.request_id), generation_of(request)
         if not record.after_failure:
             self.load_specs.pop(request.request_id, None)
-            self.ledger.record(ev.LookupDeferred, **about)
+            self.ledger.record(
+                ev.LookupDeferred,
+                request=name,
+                generation=generation,
+                hit_tokens=hit_tokens,
+                local_tokens=local_tokens,
+            )
             return None, False
         failures = record.failed_loads.get(local_tokens + hit_tokens, 0)
         if failures < self._max_cycles and record.after_failure == "deferred":
             return None
         self.load_specs.pop(request.request_id, None)
         if record.looked_up != (0, local_tokens):
-            self.ledger.record(ev.LookupSuppressed, failures=failures, **about)
+            self.ledger.record(
+                ev.LookupSuppressed,
+                request=name,
+                generation=generation,
+                hit_tokens=hit_tokens,
+                failures=failures,
+                local_tokens=local_tokens,
+            )
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -194,7 +202,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             return
         table = self._unfinished_requests[request.request_id][1]
         targets = [
-            (group, _without_null(ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]))
+            (group, without_null(ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]))
             for group, ids in zip(self._kv_groups, table, strict=True)
             for size in (self._block_sizes[group],)
         ]
@@ -281,7 +289,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             groups = self._boundary_blocks(req_meta)
             if req_meta.token_len_chunk:
                 groups.extend(
-                    (self._kv_groups[group], _without_null(ids))
+                    (self._kv_groups[group], without_null(ids))
                     for group, ids in enumerate(req_meta.block_ids)
                     if group not in self._boundary_state_group_ids
                 )
@@ -509,10 +517,6 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         if self._pool is None:
             raise RuntimeError("vLLM has not bound its block pool to the connector; kvledger cannot pin blocks")
         return self._pool
-
-
-def _without_null(ids: list[int]) -> list[int]:
-    return [block for block in ids if block != NULL_BLOCK] if NULL_BLOCK in ids else ids
 
 
 def _once(groups: list[GroupIds]) -> Blocks:

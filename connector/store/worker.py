@@ -57,7 +57,7 @@ class StoreOutbox:
         self._loads: dict[str, list[LoadReport]] = {}
         """By request, because a load's report goes with vLLM's own answer for its request, in the same step: the
         ledger would settle the load a step before vLLM hears of it, and could not tell whose answer that is."""
-        self._told: list[LoadReport] = []
+        self._due_loads: list[LoadReport] = []
         self._answered: list[str] = []
 
     def add_job(self, report: JobReport) -> None:
@@ -75,15 +75,15 @@ class StoreOutbox:
         with self._lock:
             for request in sorted(requests):
                 self._answered.append(request)
-                self._told.extend(self._loads.pop(request, ()))
+                self._due_loads.extend(self._loads.pop(request, ()))
 
     def take(self) -> LedgerWorkerMetadata | None:
         """Return the reports since the last call, None if there are none."""
         with self._lock:
-            if not self._jobs and not self._told and not self._answered:
+            if not self._jobs and not self._due_loads and not self._answered:
                 return None
             jobs, self._jobs = self._jobs, []
-            loads, self._told = self._told, []
+            loads, self._due_loads = self._due_loads, []
             answered, self._answered = self._answered, []
         return LedgerWorkerMetadata(jobs=jobs, loads=loads, answered=answered)
 
@@ -105,7 +105,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         self._planner = SavePlanner(self)
 
     _guard: Guard | None = None
-    _told_of_fingerprints = False
+    _logged_fingerprints = False
 
     def add_request(self, request: ReqMeta) -> None:
         """Register a job and queue it.
@@ -116,8 +116,8 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
             try:
                 request.kvledger_taken = self._guard.take(self._planner.plan(request))  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
             except Exception:
-                if not self._told_of_fingerprints:
-                    self._told_of_fingerprints = True
+                if not self._logged_fingerprints:
+                    self._logged_fingerprints = True
                     logger.exception(
                         "kvledger: no fingerprints could be taken of the blocks of request %s. They are saved without, "
                         "so loads of them are not checked; this is said once.",

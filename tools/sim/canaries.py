@@ -153,7 +153,7 @@ def _tell_at_once(reports: StoreOutbox) -> None:
 
     def take_all() -> LedgerWorkerMetadata | None:
         for held in reports._loads.values():
-            reports._told.extend(held)
+            reports._due_loads.extend(held)
         reports._loads.clear()
         return take()
 

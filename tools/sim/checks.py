@@ -361,7 +361,7 @@ class Checks:
             if answer is not None:
                 for load in _reports(answer).loads:
                     self._load_answered(load.load, load.rank)
-                    self.count(f"load outcomes: {load.outcome} {load.code}".rstrip())
+                    self.count(f"load outcomes: {load.outcome} {load.failure.code}".rstrip())
 
     def _job_reported(self, number: int, rank: int) -> None:
         job = self.jobs.get(number)

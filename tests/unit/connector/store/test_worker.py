@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import M
 from connector.runtime import failure_log
 from connector.runtime.failure_log import FailureLog, open_failure_log
 from connector.runtime.failures import Failure
-from connector.store.integrity import Fingerprints, Guard, Planned
+from connector.store.integrity import Fingerprints, Guard, PlannedPut
 from connector.store.load_thread import RankLoad
 from connector.store.metadata import JobReport, LoadReport
 from connector.store.recording_store import RecordingStore, StoreWork
@@ -101,7 +101,7 @@ def test_a_save_whose_fingerprints_cannot_be_taken_is_made_without_and_ends_no_e
     cache = torch.zeros(4, 64)
     thread = LedgerSendingThread.__new__(LedgerSendingThread)
     thread._guard = Guard(NoRoom([cache]), [b"x" * 16], lambda _: 0, 1)
-    planned = [Planned("k@group:0@00", [cache.data_ptr()], [256])]
+    planned = [PlannedPut("k@group:0@00", [cache.data_ptr()], [256])]
     thread._planner = SimpleNamespace(plan=lambda _: planned)  # type: ignore[assignment]
     thread._name = str
     thread.done_task_lock, thread.stored_requests, thread.request_queue = threading.Lock(), {}, queue.Queue()
