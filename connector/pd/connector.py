@@ -1,12 +1,12 @@
 """`KVLedgerMooncakeConnector`: a drop-in for vLLM's `MooncakeConnector` (P/D) that records what it does in a ledger.
 
 The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's
-halves, promotes them, and passes each hook of vLLM to the half that it belongs to. The tables of hooks stand in
-`pd_scheduler`, `pd_worker`, `pd_pulling` and `pd_pushing`.
+halves, makes them instances of our subclasses, and passes each hook of vLLM to the half that it belongs to. The tables
+of hooks are in `scheduler`, `worker`, `pull_worker` and `push_worker`.
 
     hook (vLLM calls it)            side    when                           passed on to
     ------------------------------  ------  -----------------------------  -------------------------------------------
-    all that upstream's facade has  both    as in vLLM                     the promoted half, by upstream's facade
+    all that upstream's facade has  both    as in vLLM                     our half, by upstream's facade
     update_connector_output         engine  the workers' results are here  LedgerMooncakeScheduler
     has_pending_push_work           engine  may the engine stop stepping?  LedgerMooncakeScheduler
     build_connector_worker_meta     worker  the end of every step          LedgerMooncakeWorker

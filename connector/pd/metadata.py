@@ -1,7 +1,7 @@
-"""What the workers of the P/D connector tell the scheduler, and how long things may take.
+"""What the workers of the P/D connector report to the scheduler, and how long each wait may take.
 
-The reports travel with vLLM's own worker metadata, which adds them up over the ranks of a step. Each has the fields
-of the event that the scheduler records of it, with vLLM's own request id. This file knows vLLM's metadata class
+The reports travel with vLLM's own worker metadata, which adds them up over the ranks of a step. Each has what the
+scheduler needs for the event that it records, with vLLM's own request id. This file knows vLLM's metadata class
 and settings, and nothing of how either side uses them.
 """
 
@@ -92,7 +92,7 @@ class PDWorkerMetadata(KVConnectorWorkerMetadata):
     sent: set[str] = field(default_factory=set[str])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "PDWorkerMetadata":
-        """Add what another rank says to this, and return this.
+        """Add the reports of another rank to these, and return these.
 
         Raises:
             TypeError: `other` is not of this class, so a rank does not run the same plugin.

@@ -1,6 +1,6 @@
-"""What a rank of the P/D connector has to tell, kept until it may be told.
+"""What a rank of the P/D connector reports, kept until the scheduler and vLLM may have it.
 
-Results come about on the threads of the transfers; vLLM asks for them once in every step. Two rules stand between:
+Results are made on the threads of the transfers; vLLM asks for them once in every step. Two rules apply in between:
 
 * A report goes to the scheduler's ledger no later than the result that follows from it goes to vLLM.
 * A failure goes to the ledger one step before it goes to vLLM. vLLM acts on failed blocks before it passes on the
@@ -19,7 +19,7 @@ from ledger import events as ev
 
 
 class PDOutbox:
-    """Any thread may add; the worker's thread takes, in the order in which vLLM asks in a step."""
+    """Any thread may add. Only the worker's thread takes, in the order in which vLLM asks in a step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class PDOutbox:
         return invalid
 
     def take_reports(self) -> list[Report]:
-        """Return the reports since the last call. From the next step on, vLLM may be told what follows from them."""
+        """Return the reports since the last call. What follows from them goes to vLLM from the next step on."""
         with self._lock:
             reports, self._reports = self._reports, []
             for known in self._fresh:

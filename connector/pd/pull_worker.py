@@ -1,4 +1,4 @@
-"""The decode side of a worker: asks a prefill's workers as upstream does, and settles every pull, come what may.
+"""The decode side of a worker: asks a prefill's workers as upstream does, and ends every pull, whatever happens.
 
     hook (upstream calls it)         when                                     what it adds
     -------------------------------  ---------------------------------------  ----------------------------------------
@@ -13,7 +13,7 @@
     _handle_failed_recv              upstream knows that something failed     settles, for that peer: PeerReport
 
 A pull is one request's transfer on this rank. Each peer of a pull settles once; the pull is over when all have, and
-only then is vLLM told that the request has received. The first failure fails the pull for good, whatever other peers
+only then does vLLM hear that the request has received. The first failure fails the pull for good, whatever other peers
 say.
 
 When may a peer write no more? When it has answered; when its process is gone, which shows in that nobody listens at
@@ -208,7 +208,7 @@ class PullingWorker(MooncakeConnectorWorker):
             peer_request.name = names.get(peer_request.address, peer_request.address)
         peers = tuple(peer_request.name for peer_request in peer_requests)
         if len(set(peers)) < len(peers):
-            # An answer could not be told from the other worker's, and a ledger ends an engine over such reports.
+            # Nobody could say whose answer is whose, and the ledger ends an engine over such reports.
             for peer_request in peer_requests:
                 peer_request.void = True
             self._remote_agents.pop(remote_engine_id, None)
@@ -287,10 +287,10 @@ class PullingWorker(MooncakeConnectorWorker):
                 peer_request.watch.cancel()
 
     def _raised(self, peer_request: PeerRequest, error: BaseException) -> None:
-        """Settle a peer over an exception if that means that it will not write, and else note that it is lost."""
+        """Settle a peer after an exception if it cannot write any more; otherwise note that its answer is lost."""
         failure = failures.of_exception(error, Stage.RECV)
         if peer_request.asked:
-            # We have failed to hear it out, which does not keep it from writing.
+            # We failed to read its answer, which does not keep it from writing.
             peer_request.lost = peer_request.lost or failure
         else:
             self._settle_rest(peer_request, failure)

@@ -1,4 +1,4 @@
-"""The prefill side of a worker: pushes blocks as upstream does, and says of every send how it ended on this rank.
+"""The prefill side of a worker: pushes blocks as upstream does, and reports how each send ended on this rank.
 
     hook (upstream calls it)     when                                       what it adds
     ---------------------------  -----------------------------------------  -----------------------------------------
@@ -12,7 +12,7 @@
     fetch_finished_sending_reqs  every step                                 SentReport, with the last failure, and not
                                                                             before the last push has ended
 
-A push that fails leaves the blocks held: the decode may ask again, until the send expires. The ledger has what is
+A push that fails leaves the blocks held: the decode may ask again, until the send expires. The ledger shows what is
 held, for how long, and how often it was tried. All of this runs on upstream's sender loop, but for `_send_blocks`,
 which runs on its threads. This file may know vLLM's worker.
 """
@@ -56,19 +56,19 @@ A push that takes longer is left alone, with the socket: the end of the process 
 """
 
 ENDING = "The prefill worker ends."
-"""What a decode is told that asks, or waits for its turn, while the worker ends."""
+"""The answer to a decode that asks, or waits for its turn, while the worker shuts down."""
 
 TOO_LATE = "Timeout waiting for P side ready."
-"""What a decode is told whose time is over, in upstream's words. It has given its blocks away, or will in a minute."""
+"""The answer to a decode whose time is over, in upstream's words. It has freed its blocks, or will in a minute."""
 
 SENT_BEFORE = "The transfer was over before this request could be served."
-"""What a decode is told that asks for a transfer beside another request and comes too late."""
+"""The answer to a decode that asks for a transfer along with another request, and comes too late."""
 
 NOT_BEGUN = -1
-"""What upstream is told of a push that is not begun."""
+"""The result, for upstream, of a push that is not begun."""
 
 RAISED = -1
-"""What upstream is told of a call to the transfer engine that raised: it answers the decode for codes only."""
+"""The result, for upstream, of a call to the transfer engine that raised: it answers the decode for codes only."""
 
 
 class Push:

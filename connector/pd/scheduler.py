@@ -1,7 +1,7 @@
 """The scheduler half of the P/D connector: plans with upstream, keeps the ledger itself.
 
-Each hook decides which events happen and records them; what vLLM is told about blocks follows from what was recorded.
-All that is known of sends and recvs stands in `ledger.state`; there is no second copy here.
+Each hook decides which events happen and records them; what vLLM hears about blocks follows from what was recorded.
+All that is known of sends and recvs is in `ledger.state`; there is no second copy here.
 
     hook (vLLM calls it)      side  when                                events it records
     ------------------------  ----  ----------------------------------  ---------------------------------------------
@@ -23,9 +23,9 @@ All that is known of sends and recvs stands in `ledger.state`; there is no secon
                                                                         report_ignored
     has_pending_push_work     both  may the engine stop stepping?       none
 
-vLLM frees a request's blocks when it is told that the request has finished sending or receiving, once; told twice, or
-of a request that it does not know, it ends. So what it is told is taken from the ledger: a request is taken out of the
-workers' results when the ledger does not have it open, or still holds its blocks for another transfer.
+vLLM frees a request's blocks when a connector says that the request has finished sending or receiving. If that is said
+twice, or of a request that vLLM does not know, vLLM ends. So the ledger decides what is passed on: a request is taken
+out of the workers' results when the ledger does not have it open, or still holds its blocks for another transfer.
 
 This file may know vLLM's scheduler-side classes. It does no I/O and starts no thread.
 """
@@ -208,7 +208,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         unknown = self._reqs_need_send.pop(request.request_id, None) is not None
         send = self._book.sends.get(name)
         if send is None or unknown:
-            # Upstream would tell the workers to drop a transfer that they never heard of, or that is another request's.
+            # Upstream would have the workers drop a transfer that they do not know, or that is another request's.
             self._reqs_not_processed.discard(_transfer_of(request))
         if send is None:
             return False
@@ -253,7 +253,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     # --- recvs: this engine is the decode ---------------------------------------------------------------------------
 
     def _register_recv(self, request: Request, blocks: Blocks) -> bool:
-        """Register a transfer that the workers will ask for. Return False if it cannot be told from an open one."""
+        """Register a transfer that the workers will ask for. Return False if an open one has the same name."""
         name, params = self._name(request.request_id), request.kv_transfer_params or {}
         transfer = self._transfer(_transfer_of(request))
         if name in self._book.recvs:
@@ -307,7 +307,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         if failure and not recv.failed:
             self._recv_failed(recv, report)
         if not recv.blocks and not recv.unnamed and not recv.waiting:
-            # Nobody waits for this one, so vLLM never asks for it and is never told.
+            # Nobody waits for this one, so vLLM neither asks for it nor hears of it.
             self._settle_recv(name, recv)
 
     def _recv_failed(self, recv: Recv, report: LostReport | PeerReport) -> None:
@@ -344,7 +344,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     # --- what the workers report ------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Book the reports of a step, and leave in vLLM's results what the ledger agrees with."""
+        """Record the reports of a step, and leave in vLLM's results only what agrees with the ledger."""
         metadata = connector_output.kv_connector_worker_meta
         if not isinstance(metadata, PDWorkerMetadata):
             return

@@ -3,14 +3,14 @@
     hook (vLLM calls it)                when             what it adds
     ----------------------------------  ---------------  ---------------------------------------------------------
     start_load_kv                       every step       the step that evidence is stamped with
-    get_finished, get_transfer_results  every step       what pulls and sends have come to, from the outbox
+    get_finished, get_transfer_results  every step       how pulls and sends have ended, from the outbox
     get_block_ids_with_load_errors      every step       the blocks that may not be trusted, from the outbox
     build_connector_worker_meta         every step       the reports of this rank
     get_kv_connector_stats              every step       failures by code and stage
     shutdown                            the worker ends  sends what evidence is left, ends the pulls and the listener
 
-The decode side is in `pd_pulling`, the prefill side in `pd_pushing`. Neither keeps a ledger: a rank knows what it is
-doing now, and reports what came of it.
+The decode side is in `pull_worker`, the prefill side in `push_worker`. Neither keeps a ledger: a rank knows what it is
+doing now, and reports how it ended.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         return KVConnectorTransferResults(
             finished_sending=sent,
             finished_recving=received | failed,
-            # With one group vLLM is told the blocks; with several, where their numbers are ambiguous, the requests.
+            # With one group vLLM gets the blocks. With several their numbers are ambiguous, so it gets the requests.
             failed_recving=failed if self._is_hma_required else set(),
         )
 

@@ -1,4 +1,4 @@
-"""What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, and given blocks that are named.
+"""What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, or given blocks in use.
 
 A scheduler half passes vLLM's hooks on to `RequestObserver`, which records what is new in them. It may know vLLM's
 requests and scheduler output; of jobs, loads and transfers it knows only which blocks they name.
@@ -66,7 +66,7 @@ class RequestObserver:
             self._note(ev.BlocksReleased, self._name(request.request_id), generation_of(request), named)
 
     def seen(self, request: Request) -> None:
-        """Record a preemption that vLLM has not told of yet: it does so at the end of the step only."""
+        """Record a preemption that vLLM has not reported yet: it reports them only at the end of the step."""
         name = self._name(request.request_id)
         record = self._book.requests.get(name)
         if record is not None and record.generation < generation_of(request):

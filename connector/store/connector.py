@@ -1,7 +1,7 @@
 """`KVLedgerStoreConnector`: a drop-in for vLLM's `MooncakeStoreConnector` that records what it does in a ledger.
 
 The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's
-halves, promotes them, and passes each hook of vLLM to the half that it belongs to.
+halves, makes them instances of our subclasses, and passes each hook of vLLM to the half that it belongs to.
 """
 
 # ruff: noqa: E402 - the check must come before the imports that it makes understandable

@@ -5,9 +5,8 @@ keys, a fingerprint of the block's bytes. Trailer and block are one object, so t
 values are longer, their keys end in a mark of their own, and only instances that have integrity on see them.
 
     save   the fingerprint is taken when the job is registered, and again after the put. Two fingerprints that differ
-           mean that the block changed under the transfer: what was stored is not what was meant, and the key is
-    removed. load   another layout is VERSION_MISMATCH, another fingerprint CRC_MISMATCH, before any block counts as
-    loaded.
+           mean that the block changed under the transfer: what was stored is not what was meant, so the key is removed
+    load   another layout is VERSION_MISMATCH, another fingerprint CRC_MISMATCH, before any block counts as loaded
 
 A fingerprint is computed where the tensor lives; only its 8 bytes come to the host. It is made to find accidents (a
 block that was overwritten, a bit that fell), not forgery. This file knows torch and the store's calls, and nothing of
@@ -332,7 +331,7 @@ class GuardedStore:
     Args:
         store: the real store.
         guard: the worker's fingerprints.
-        on_changed: told of each block that changed under a put.
+        on_changed: called with each block that changed under a put.
     """
 
     def __init__(self, store: Any, guard: Guard, on_changed: Callable[[ChangedBlock], None]) -> None:

@@ -1,11 +1,11 @@
 """The plugin's receive thread: upstream's thread, with the loads carried out by `loader`.
 
     a load comes in  -> planned by upstream (`load_planner`) -> first pass
-    a pass is over   -> done: reported to vLLM, to the , to the failure log
+    a pass is over   -> done: reported to vLLM, to the ledger, to the failure log
                      -> due again later: given to `Retries`, and the thread takes the next load meanwhile
 
-Whatever happens, a load that was taken up ends in exactly one report: a request waits for remote KVs until then. This
-file knows upstream's receive thread and the store; it keeps no ledger.
+Whatever happens, a load that was taken up ends in exactly one report, because its request waits for remote KVs until
+then. This file knows upstream's receive thread and the store; it keeps no ledger.
 """
 
 import heapq
@@ -48,7 +48,7 @@ class RankLoad:
         req_id: the request, as vLLM knows it. Upstream's thread loop reads it when something raises.
         number: the load's id in the ledger, -1 if it has none.
         step: the engine step that queued the load.
-        cancelled: nobody waits for the load any more. Only ever set to True, so it needs no lock.
+        cancelled: nobody waits for the load any more. It is only ever set to True, so it needs no lock.
         passes: what has been tried; None until a receive thread takes the load up.
     """
 

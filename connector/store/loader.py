@@ -1,4 +1,4 @@
-"""Loads the blocks of one request from the store: all of them, or none that counts.
+"""Loads the blocks of one request from the store: all of them count, or none does.
 
 A load is tried in *passes*. A pass asks the store for every block that is still missing, batch after batch, also after
 a batch that failed. What failed for a reason that may pass is asked for again in a later pass, within a number of
@@ -76,7 +76,7 @@ class LoadResult(NamedTuple):
     Attributes:
         failed: every key that was not loaded, and why, by position.
         invalid: the blocks that may not be trusted, by position: none of them counts as loaded.
-        whole_request: whether vLLM has to be told of the request, because naming blocks would leave it with KV that was
+        whole_request: whether vLLM must get the request, because naming blocks would leave it with KV that was
             not loaded: with several groups, and where upstream left blocks of the range out.
         kept_tokens: the tokens of the request up to which its KV is proven: local ones, and loaded ones before the
             first failure if the rollback keeps them.
@@ -285,7 +285,7 @@ class LoadPasses:
 def _unbroken(targets: Sequence[Target], first_token: int) -> bool:
     """Whether `targets` are of one group and cover all tokens from `first_token` on.
 
-    Only then can vLLM be told of single blocks: it takes all before the first block named as computed, and blocks that
+    Only then can vLLM get single blocks: it takes all before the first block named as computed, and blocks that
     upstream left out (those outside a sliding window, say) were not.
     """
     if len({target.group for target in targets}) > 1:

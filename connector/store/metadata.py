@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler through vLLM's own worker metadata: which rank finished what, and how.
+"""What a worker reports to the scheduler through vLLM's own worker metadata: which rank finished what, and how.
 
 vLLM adds such metadata up over the ranks of a step. Upstream's counts lose who answered; here every report keeps its
 rank. This file knows vLLM's metadata class and nothing of how either side uses it.

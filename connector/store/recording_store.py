@@ -1,7 +1,7 @@
 """A proxy of the Mooncake store that records each put and get as evidence, and remembers how the calls went.
 
 Upstream's transfer threads call the store; the proxy stands in its place, passes every call on unchanged, and notes
-keys, blocks, bytes, duration and raw codes. It adds no failure of its own: what it cannot describe it passes on
+keys, blocks, bytes, duration and raw codes. It adds no failure of its own: a call that it cannot describe goes through
 undescribed. It knows the store's calls and upstream's layouts, and nothing of scheduling.
 """
 
@@ -28,7 +28,7 @@ from ledger.codes import KVCacheErrorCode, Stage, translate
 KEY_HASH_LENGTH = 16
 """Hex digits of a key's hash that are recorded.
 
-64 bits tell the keys of a store apart, and no prompt can be had from them.
+64 bits are enough to distinguish the keys of a store, and nobody can get a prompt from them.
 """
 
 MAX_FAILURES = 64
@@ -40,7 +40,7 @@ class StoreWork:
 
     Attributes:
         lookups, puts, gets: how many such calls were made.
-        stage: where it would fail next, or has failed.
+        stage: where the first failure was, or where the next call would fail.
     """
 
     def __init__(self, request: str, *, job: int = -1, load: int = -1) -> None:

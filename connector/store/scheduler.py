@@ -1,7 +1,7 @@
 """The scheduler half of the store connector: plans with upstream, keeps the ledger itself.
 
 Each hook decides which events happen, records them, and acts on vLLM's block pool only from what was recorded. All that
-is known of jobs, pins, ranks and loads stands in `ledger.state`; there is no second copy here.
+is known of jobs, pins, ranks and loads is in `ledger.state`; there is no second copy here.
 
     hook (vLLM calls it)            when                                events it records
     ------------------------------  ----------------------------------  ---------------------------------------------
@@ -238,9 +238,9 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
     def _plan_past_the_gone(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan a step with upstream, before which requests ended or were preempted.
 
-        Upstream forgets them at this point, after it has taken in what the requests of this step told it. One that came
-        back in between under the same id would be forgotten with them: upstream then fails on it, or never starts its
-        load. So upstream is shown only those that are gone for good; the workers are told of all.
+        Upstream forgets them at this point, after it has read what this step's requests brought. One that came back in
+        between under the same id would be forgotten with them: upstream then fails on it, or never starts its load. So
+        upstream sees only those that are gone for good; the workers get all of them.
         """
         finished = scheduler_output.finished_req_ids
         preempted = scheduler_output.preempted_req_ids or _NOBODY
@@ -380,7 +380,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
     # --- what the workers report ------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Book the reports of a step; free the blocks of each job that every rank has finished."""
+        """Record the reports of a step; free the blocks of each job that every rank has finished."""
         metadata = connector_output.kv_connector_worker_meta
         if metadata is None:  # first, because asking an abstract class for its instances is what costs most here
             return
@@ -397,7 +397,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         return self._book.loading.get(self._name(request_id), -1)
 
     def _pass_on(self, connector_output: KVConnectorOutput, loading: dict[str, int]) -> None:
-        """Let vLLM count exactly those of our loads as finished that have settled in the ledger.
+        """Let vLLM count a load of ours as finished when it has settled in the ledger, and only then.
 
         vLLM counts answers and not ranks: when a rank answers twice, it would use or give away blocks that another rank
         still writes into, and end the engine over a request that does not wait. Under vLLM's MultiConnector the output

@@ -1,8 +1,8 @@
-"""The worker half of the store connector: transfers as upstream does, and says which rank finished what, and how.
+"""The worker half of the store connector: transfers as upstream does, and reports which rank finished what, and how.
 
     hook (vLLM calls it)         when                        what it adds
     ---------------------------  --------------------------  --------------------------------------------------
-    register_kv_caches           the KV cache was allocated  promotes upstream's transfer threads
+    register_kv_caches           the KV cache was allocated  makes upstream's transfer threads ours
     start_load_kv                every step                  names the loads of the step by their ids
     wait_for_save                every step                  nothing; upstream queues the step's jobs
     build_connector_worker_meta  every step                  the job and load reports of this rank
@@ -48,7 +48,7 @@ logger = logging.getLogger("kvledger")
 
 
 class StoreOutbox:
-    """What the transfer threads of a rank have to tell the scheduler. Any thread may add; one takes, every step."""
+    """The reports of a rank's transfer threads to the scheduler. Any thread may add; one takes them, every step."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -56,7 +56,7 @@ class StoreOutbox:
         self._jobs: list[JobReport] = []
         self._loads: dict[str, list[LoadReport]] = {}
         """By request, because a load's report goes with vLLM's own answer for its request, in the same step: the
-        ledger would settle the load a step before vLLM hears of it, and could not tell whose answer that is."""
+        ledger would settle the load a step before vLLM does, and could not say whose answer that is."""
         self._due_loads: list[LoadReport] = []
         self._answered: list[str] = []
 
@@ -66,12 +66,12 @@ class StoreOutbox:
             self._jobs.append(report)
 
     def add_load(self, request: str, report: LoadReport) -> None:
-        """Add the report of a load of `request`, before vLLM's own answer for it. It is told when that is."""
+        """Add the report of a load of `request`, before vLLM's own answer for it. Both leave together."""
         with self._lock:
             self._loads.setdefault(request, []).append(report)
 
     def add_answered(self, requests: set[str]) -> None:
-        """Add the requests whose loads vLLM is told of as finished on this rank, in this step."""
+        """Add the requests whose loads count as finished for vLLM on this rank, in this step."""
         with self._lock:
             for request in sorted(requests):
                 self._answered.append(request)
@@ -201,7 +201,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self.kv_connector_stats = LedgerStoreStats()
         self._step = 0
         self._loads: dict[str, list[RankLoad]] = {}
-        """The loads that vLLM has not been told of as finished, by request, oldest first. The engine's thread alone."""
+        """The loads that do not count as finished for vLLM yet, by request, oldest first. The engine's thread alone."""
         self._sender: EvidenceSender | None = None
         if settings.evidence and not self._capacity_only:
             address = evidence_address(vllm_config, connector, settings)
@@ -209,7 +209,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self.store = RecordingStore(self.store, rank, self._sender)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the caches with upstream, and promote its transfer threads, which have nothing to do yet."""
+        """Register the caches with upstream, and make its transfer threads ours, which have nothing to do yet."""
         super().register_kv_caches(kv_caches)
         self.store.locate_with(BlockLocator(self.token_dbs, self._kv_groups))
         guard = None
