@@ -1,7 +1,6 @@
 """What the worker half of the store connector reports, and in which step, on upstream's real classes."""
 
 import json
-import logging
 import queue
 import threading
 from types import SimpleNamespace
@@ -10,17 +9,13 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 
-from connector.runtime import failure_log
-from connector.runtime.failure_log import FailureLog, open_failure_log
-from connector.runtime.failures import Failure
+from connector.runtime.failure_log import FailureLog
 from connector.store.integrity import Fingerprints, Guard, PlannedPut
 from connector.store.load_thread import RankLoad
 from connector.store.metadata import JobReport, LoadReport
 from connector.store.recording_store import RecordingStore, StoreWork
-from connector.store.save_planner import SavePlanner
 from connector.store.stats import FAILURES, LedgerStoreStats
 from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, StoreOutbox
-from ledger.codes import KVCacheErrorCode, Stage
 from tests.unit.log_files import logged
 
 
@@ -113,15 +108,6 @@ def test_a_save_whose_fingerprints_cannot_be_taken_is_made_without_and_ends_no_e
     assert "request r0" in line
 
 
-def test_planning_a_save_leaves_nothing_behind():
-    planner = SavePlanner.__new__(SavePlanner)
-    planner._noting, planner.request_queue = SimpleNamespace(planned=[]), queue.Queue()  # type: ignore[assignment]
-    planner._thread = SimpleNamespace(_saved_offset={})  # type: ignore[assignment]
-    planner._handle_request = lambda _: planner.request_queue.task_done()  # type: ignore[method-assign]
-    planner.plan(SimpleNamespace(current_event=None))  # type: ignore[arg-type]
-    assert (planner.request_queue.qsize(), planner.request_queue.unfinished_tasks) == (0, 0)
-
-
 def test_a_block_that_failed_under_several_keys_is_one_failed_block():
     class Full:
         def batch_put_from_multi_buffers(self, keys: list[str], *_: object) -> list[int]:
@@ -142,43 +128,3 @@ def test_a_block_that_failed_under_several_keys_is_one_failed_block():
     stats = LedgerStoreStats()
     thread._failures.move_to(stats)
     assert stats.data[FAILURES][0]["blocks"] == 2
-
-
-A_FAILURE = Failure(KVCacheErrorCode.UNKNOWN, "", Stage.STORE_PUT)
-
-
-@pytest.fixture
-def no_failure_log(monkeypatch: pytest.MonkeyPatch):
-    """The failure log as in a new process, and as it was afterwards."""
-    monkeypatch.setattr(failure_log, "_opened", None)
-    logger = logging.getLogger("kvledger.failures")
-    before, propagate = list(logger.handlers), logger.propagate
-    logger.handlers.clear()
-    logger.propagate = True
-    yield
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers[:], logger.propagate = before, propagate
-
-
-@pytest.mark.usefixtures("no_failure_log")
-@pytest.mark.parametrize("paths", [["", "a"], ["a", ""], ["a", "a"]])
-def test_a_failure_log_that_one_of_two_connectors_names_is_written(tmp_path, paths):
-    with logged() as said:
-        for path in paths:
-            open_failure_log(str(tmp_path / path) if path else "")
-    FailureLog("e").report(A_FAILURE, request="r", rank=0)
-    assert len((tmp_path / "a").read_text().splitlines()) == 1
-    assert not said.lines
-
-
-@pytest.mark.usefixtures("no_failure_log")
-def test_of_two_failure_logs_the_second_is_said_to_be_left_out(tmp_path):
-    with logged() as said:
-        open_failure_log(str(tmp_path / "a"))
-        open_failure_log(str(tmp_path / "b"))
-    (line,) = said.lines
-    assert str(tmp_path / "b") in line
-    FailureLog("e").report(A_FAILURE, request="r", rank=0)
-    assert (tmp_path / "a").exists()
-    assert not (tmp_path / "b").exists()
