@@ -334,7 +334,7 @@ class PullingWorker(MooncakeConnectorWorker):
         if peer_request.late > MAX_LATE_RESULTS:
             return
         why = (
-            f"{peer_request.name} had settled before"
+            f"{peer_request.name} had already settled"
             if pull is not None
             else f"{peer_request.name} was not asked for it"
         )

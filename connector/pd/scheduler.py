@@ -235,7 +235,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         name = self._name(request_id)
         send = self._book.sends.get(name)
         if send is None:
-            self._ignore("send", "vLLM was told before that this request has been sent", request=name)
+            self._ignore("send", "vLLM had already been told that this request's KV was sent", request=name)
             return False
         about = {"transfer": send.transfer, "request": name}
         expired = [rank for rank, outcome in sorted(send.outcomes.items()) if outcome == "expired"]
@@ -297,7 +297,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         failure = report.failure
         known = (report.rank, report.peer) in recv.waiting or (not report.peer and report.rank in recv.unnamed)
         if not known and any((rank, peer) == (report.rank, report.peer) for rank, peer, _ in recv.outcomes):
-            why = f"{report.peer or 'the search for peers'} had settled for this rank before"
+            why = f"{report.peer or 'peer discovery'} had already settled for this rank"
             self._ignore("recv", why, transfer=recv.transfer, request=name, rank=report.rank, code=str(failure.code))
             return
         outcome = "failed" if failure else "ok"
@@ -323,7 +323,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         name = self._name(request_id)
         recv = self._book.recvs.get(name)
         if recv is None:
-            self._ignore("recv", "vLLM was told before that this request has received", request=name)
+            self._ignore("recv", "vLLM had already been told that this request's KV had arrived", request=name)
             return False
         if recv.failed and not recv.recovered:
             self._recovered(name, recv, "recomputed" if name in self._book.requests else "gone")
@@ -383,7 +383,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         if found is not None and found.transfer == transfer:
             return found
         failure: Failure = getattr(report, "failure", NO_FAILURE)
-        why = "the transfer was over before"
+        why = "the transfer had already ended"
         self._ignore(what, why, transfer=transfer, request=name, rank=report.rank, code=str(failure.code))
         return None
 

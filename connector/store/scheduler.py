@@ -452,7 +452,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             self.ledger.record(
                 ev.ReportIgnored,
                 what="load",
-                why="the load had settled before" if load is None else "the rank had answered before",
+                why="the load had already settled" if load is None else "the rank had already answered",
                 load=report.load,
                 rank=report.rank,
                 code=str(failure.code),

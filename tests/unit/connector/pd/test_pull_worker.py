@@ -540,7 +540,7 @@ def test_a_result_that_comes_twice_changes_nothing(decode: Decode, two_peers: tu
     first.answer(Status.CONTINUE, err=["r"], line="no")
     late = decode.until_report(LateReport, 2)
     assert {(report.request, report.transfer, report.why) for report in late} == {
-        ("r", "t-r", "tp0 pp0 had settled before")
+        ("r", "t-r", "tp0 pp0 had already settled")
     }
     second.answer(Status.FINISH, ok=["r", "other"])
     first.answer(Status.FINISH, ok=["other"])

@@ -284,7 +284,7 @@ def test_a_result_that_comes_late_or_twice_does_not_end_the_engine(make: Make) -
     while not request.is_finished():
         engine.step()
     engine.told(settled(failure=FAILED), recved={"r"})
-    engine.told(LateReport("recv", "r", "t-r", 0, "tp0 pp0 had settled before", "UNKNOWN"))
+    engine.told(LateReport("recv", "r", "t-r", 0, "tp0 pp0 had already settled", "UNKNOWN"))
     assert len(engine.of(ev.ReportIgnored)) == 5
     engine.all_is_back()
 
