@@ -121,7 +121,7 @@ def answer_timeout_s() -> float:
 
 
 def connect_timeout_s() -> float:
-    """Return how long a connection to a peer may take to come about, in seconds, with the last look for the peer."""
+    """Return how long a connection to a peer may take to be made, in seconds, with the last look for the peer."""
     return envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT + 5.0
 
 

@@ -32,7 +32,7 @@ class Pull:
 
     Attributes:
         peers: those that may still write; None until they are known.
-        failed: something has failed, for good.
+        failed: it has failed, whatever else happens.
     """
 
     def __init__(self, meta: PullReqMeta) -> None:

@@ -13,15 +13,15 @@
     _handle_failed_recv              upstream knows that something failed     settles, for that peer: PeerReport
 
 A pull is one request's transfer on this rank. Each peer of a pull settles once; the pull is over when all have, and
-only then does vLLM hear that the request has received. The first failure fails the pull for good, whatever other peers
-say.
+only then does vLLM hear that the request has received. The first failure fails the pull, whatever other peers say
+later.
 
-When may a peer write no more? When it has answered; when its process is gone, which shows in that nobody listens at
-its address any more; or when the time is over that it gives itself, and the transfer engine after it. That time begins
-when the peer gets the question, so here it begins when the connection is there: ZeroMQ keeps a question until then. A
-connection that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when
-it is ready. The same holds for a connection that does not come about, for an answer that cannot be read, and for any
-other exception after the peer was asked. The socket is closed then, and takes back a question that it still holds.
+When is it certain that a peer writes no more? When it has answered; when its process is gone, so that nobody listens
+at its address any more; or when its own time limit and that of the transfer engine are over. That time begins when the
+peer gets the question, so here it begins when the connection is made: ZeroMQ keeps a question until then. A connection
+that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when it is
+ready. The same holds for a connection that is never made, for an answer that cannot be read, and for any other
+exception after the peer was asked. The socket is closed then, and takes back a question that it still holds.
 
 All of this runs on upstream's receiver loop; only the outbox is shared with the worker's thread. This file may know
 vLLM's worker, ZeroMQ and asyncio.
@@ -103,7 +103,7 @@ class PullingWorker(MooncakeConnectorWorker):
     group_ids: tuple[int, ...]
 
     def open_pulling(self) -> None:
-        """Begin to keep account of pulls. Called before the KV caches are registered, so before any socket is made."""
+        """Begin to track pulls. Called before the KV caches are registered, so before any socket is made."""
         self._pulls: dict[str, Pull] = {}
         self._peer_requests: list[PeerRequest] = []
         self._bootstrap_errors: dict[str, Exception] = {}
@@ -307,7 +307,7 @@ class PullingWorker(MooncakeConnectorWorker):
             if task is not None:
                 self._running.discard(task)
 
-    # --- what becomes of a pull -------------------------------------------------------------------------------------
+    # --- how a pull ends ----------------------------------------------------------------------------------------------
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
         """Settle what a peer answers for. Takes the place of upstream's bookkeeping."""
@@ -470,7 +470,7 @@ class PullingWorker(MooncakeConnectorWorker):
     async def _watch(
         self, peer_request: PeerRequest, socket: "zmq.asyncio.Socket", monitor: "zmq.asyncio.Socket"
     ) -> None:
-        """Wait until the connection to a peer breaks, or none comes about, and see then what becomes of its pulls."""
+        """Wait until the connection to a peer breaks, or none is made in time; then close it for good."""
         try:
             failure = await self._connection_lost(peer_request, monitor)
         except zmq.ZMQError:
@@ -487,7 +487,7 @@ class PullingWorker(MooncakeConnectorWorker):
         deadline = self.receiver_loop.time() + envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT
         while True:
             try:
-                # Not `wait_for`: up to Python 3.11 it goes on when it is cancelled with its result at hand.
+                # Not `wait_for`: up to Python 3.11 it goes on when it is cancelled while its result is ready.
                 async with asyncio.timeout_at(None if peer_request.connected else deadline):
                     message = await recv_monitor_message(monitor)
             except TimeoutError:
@@ -499,7 +499,7 @@ class PullingWorker(MooncakeConnectorWorker):
                 await asyncio.sleep(ANSWER_GRACE_S)
                 return failures.BROKEN
             elif self.receiver_loop.time() >= deadline:
-                return failures.NO_CONNECTION  # the next event may always be at hand
+                return failures.NO_CONNECTION  # events may keep coming
 
     async def _without_answer(self, peer_request: PeerRequest, failure: Failure) -> None:
         """Fail the pulls of a peer that will not answer now, and settle them when it is certain that it is gone."""

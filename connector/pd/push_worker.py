@@ -143,7 +143,7 @@ class PushingWorker(MooncakeConnectorWorker):
     group_ids: tuple[int, ...]
 
     def open_pushing(self) -> None:
-        """Begin to keep account of sends."""
+        """Begin to track sends."""
         self._pushes: dict[str, Push] = {}
         self._asked: Counter[str] = Counter()
         self._over: set[str] = set()
@@ -339,7 +339,7 @@ class PushingWorker(MooncakeConnectorWorker):
             self.failures.report(failed, **self._ids(push), rank=self.rank, peer=peer)
 
     def _ids(self, push: Push) -> dict[str, str]:
-        """Return what stands in logs for a push's request and transfer."""
+        """Return the names in the log of a push's request and transfer."""
         return {"request": self.logged(push.request), "transfer": self.logged(push.transfer)}
 
     def _push_blocks(self, send_meta: SendBlockMeta) -> Blocks:

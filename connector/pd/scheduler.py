@@ -141,7 +141,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             del self._reqs_need_send[request.request_id]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what the workers shall do after this step, with every transfer in it booked."""
+        """Return what the workers are to do after this step, with every transfer in it recorded."""
         log = self.ledger.log
         log.step += 1
         if log.step >= self.ledger.next_watch_step:
@@ -191,7 +191,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         return registered is not None
 
     def _end_send(self, request: Request, delays: bool) -> bool:
-        """Book that a request to be sent has ended. Return whether vLLM is to keep its blocks."""
+        """Record that a request to be sent has ended. Return whether vLLM is to keep its blocks."""
         name = self._name(request.request_id)
         if delays and self._register_send(request):
             planned = self._reqs_need_send[request.request_id][1]
@@ -231,7 +231,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             )
 
     def _finished_sending(self, request_id: str) -> bool:
-        """Book that vLLM counts a send as finished on all ranks. Return whether it may free the blocks."""
+        """Record that vLLM counts a send as finished on all ranks. Return whether it may free the blocks."""
         name = self._name(request_id)
         send = self._book.sends.get(name)
         if send is None:
@@ -319,7 +319,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             self._recovered(name, recv, "gone")
 
     def _finished_recving(self, request_id: str) -> bool:
-        """Book that vLLM counts a recv as finished on all ranks. Return whether it may use or free the blocks."""
+        """Record that vLLM counts a recv as finished on all ranks. Return whether it may use or free the blocks."""
         name = self._name(request_id)
         recv = self._book.recvs.get(name)
         if recv is None:
@@ -350,7 +350,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             return
         for report in metadata.reports:
             self._take(report)
-        # Under vLLM's MultiConnector the results hold other connectors' requests too; those are none of ours.
+        # Under vLLM's MultiConnector the results hold other connectors' requests too; those are not ours.
         recved = metadata.recved.intersection(connector_output.finished_recving or ())
         sent = metadata.sent.intersection(connector_output.finished_sending or ())
         withheld = {request_id for request_id in sorted(recved) if not self._finished_recving(request_id)}
@@ -393,7 +393,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         )
 
     def _subject(self, report: Report) -> Subject:
-        """Return whose report it is, as it stands in events: vLLM's ids by their names in the log."""
+        """Return the fields that say whose report it is, with the names in the log for vLLM's ids."""
         return {
             "transfer": self._transfer(report.transfer),
             "request": self._name(report.request),
@@ -401,7 +401,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         }
 
     def _transfer(self, transfer: str) -> str:
-        """Return what stands in the log for a transfer id: routers make it of the request's own."""
+        """Return the name in the log of a transfer id: routers derive it from the request's own id."""
         return self._name(transfer) if transfer else ""
 
     def _by_group(self, groups: Sequence[list[int]]) -> Blocks:

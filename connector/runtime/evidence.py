@@ -106,7 +106,7 @@ class EvidenceSender:
 
     Args:
         address: where the engine process takes evidence.
-        origin: this worker, as it stands in events: `rank <n>`.
+        origin: this worker, as events name it: `rank <n>`.
         limit_events: events that may wait to be sent.
     """
 

@@ -28,7 +28,7 @@ def open_failure_log(path: str) -> None:
     """Give the logger a handler that writes bare lines, unless the host has given it one.
 
     A process has one such log. With two connectors below vLLM's MultiConnector a file goes before standard error; of
-    two files the first stays, and that is said.
+    two files the first one is used, and an error line says so.
 
     Args:
         path: a file to append to; empty for standard error. Several processes may share it: a line is one write.

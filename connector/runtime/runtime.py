@@ -68,7 +68,7 @@ class LedgerRuntime:
         log: the log; use `record` to append.
         next_watch_step: the step from which on `watch` should be called.
         policy: vLLM's `kv_load_failure_policy`.
-        name: gives what stands in the log for a request id.
+        name: returns the name in the log of a request id.
     """
 
     def __init__(self, settings: Settings, opened: dict[str, Any], log: Log) -> None:
@@ -303,7 +303,7 @@ def log_opened_fields(
 
 
 def hashed(request_id: str) -> str:
-    """Return what stands in the log for a request id when `hash_request_ids` is on: 16 hex digits of its SHA-256."""
+    """Return the name in the log of a request id when `hash_request_ids` is on: 16 hex digits of its SHA-256."""
     return hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
 

@@ -80,7 +80,7 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Book the end of a request; its blocks may be freed at once, since jobs hold references of their own."""
+        """Record the end of a request; its blocks may be freed at once, since jobs hold references of their own."""
         self._half.request_ended(request, block_ids)
         return super().request_finished_all_groups(request, block_ids)
 

@@ -8,9 +8,9 @@ values are longer, their keys end in a mark of their own, and only instances tha
            mean that the block changed under the transfer: what was stored is not what was meant, so the key is removed
     load   another layout is VERSION_MISMATCH, another fingerprint CRC_MISMATCH, before any block counts as loaded
 
-A fingerprint is computed where the tensor lives; only its 8 bytes come to the host. It is made to find accidents (a
-block that was overwritten, a bit that fell), not forgery. This file knows torch and the store's calls, and nothing of
-scheduling.
+A fingerprint is computed where the tensor lives; only its 8 bytes are copied to the host. It is made to find accidents
+(a block that was overwritten, a bit that flipped), not forgery. This file knows torch and the store's calls, and
+nothing of scheduling.
 """
 
 import hashlib
@@ -292,7 +292,7 @@ def _rejected(code: KVCacheErrorCode, raw: str) -> Failure:
 
 
 class JobFingerprints:
-    """Fingerprints that were taken when a job was registered. They come to the host when they are first needed."""
+    """Fingerprints that were taken when a job was registered, and are copied to the host when first needed."""
 
     def __init__(self, keys: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
         self._keys = keys
@@ -341,7 +341,7 @@ class GuardedStore:
         self._mine = _Thread()
 
     def __getattr__(self, name: str) -> Any:
-        """Give everything else of the real store."""
+        """Return any other attribute of the real store."""
         return getattr(self._store, name)
 
     def use(self, taken: JobFingerprints | None) -> None:

@@ -150,7 +150,7 @@ class RecvSetup(NamedTuple):
         rank: this worker's rank.
         kv_groups: the KV-cache group of each group that the store knows.
         limits: what a load may cost.
-        name: gives what stands in the log for a request id.
+        name: returns the name in the log of a request id.
         report: takes a request and the report of its load, for the ledger.
         failures: takes failures for operators.
         retries: brings loads back.

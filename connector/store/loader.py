@@ -335,7 +335,7 @@ class Store(Protocol):
 
 
 def get_from(store: Store) -> "Callable[[Sequence[Target]], Sequence[int]]":
-    """Return a `Get` that asks a `MooncakeDistributedStore`, or what stands in for it."""
+    """Return a `Get` that asks a `MooncakeDistributedStore`, or a stand-in for it."""
 
     def get(targets: Sequence[Target]) -> Sequence[int]:
         return store.batch_get_into_multi_buffers(

@@ -126,7 +126,7 @@ class RecordingStore:
         self._current = threading.local()
 
     def __getattr__(self, name: str) -> Any:
-        """Give everything else of the real store."""
+        """Return any other attribute of the real store."""
         return getattr(self._store, name)
 
     def close(self) -> Any:
@@ -291,7 +291,7 @@ class RecordingStore:
 
 
 def key_hash(key: str) -> str:
-    """Return what stands in the log for a key of upstream's form: the first digits of its prefix hash."""
+    """Return the name in the log of a key of upstream's form: the first digits of its prefix hash."""
     return key.rsplit("@", 1)[-1][:KEY_HASH_LENGTH]
 
 

@@ -220,7 +220,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what the workers shall do after this step, with every job and load in it booked."""
+        """Return what the workers are to do after this step, with every job and load in it recorded."""
         book = self._book
         log = self._log
         metadata: Any
@@ -229,13 +229,13 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             self.ledger.watch()
         self._requests.step(scheduler_output)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
-            metadata = self._plan_past_the_gone(scheduler_output)
+            metadata = self._plan_without_returned(scheduler_output)
         else:
             metadata = _PLAN(self, scheduler_output)
         attach(metadata, log.step, self._register_loads(metadata) if book.loads else _NO_LOADS)
         return metadata
 
-    def _plan_past_the_gone(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def _plan_without_returned(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan a step with upstream, before which requests ended or were preempted.
 
         Upstream forgets them at this point, after it has read what this step's requests brought. One that came back in
@@ -401,7 +401,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
 
         vLLM counts answers and not ranks: when a rank answers twice, it would use or give away blocks that another rank
         still writes into, and end the engine over a request that does not wait. Under vLLM's MultiConnector the output
-        holds other connectors' requests too; those are none of ours.
+        holds other connectors' requests too; those are not ours.
 
         Args:
             connector_output: what vLLM is about to act on.
@@ -491,7 +491,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             )
 
     def _recovery_of(self, load: Load) -> str:
-        """Return what becomes of a request whose load failed."""
+        """Return what happens to a request whose load failed."""
         if self.ledger.policy == "recompute":
             return "gone" if load.ended else "recomputed"
         # vLLM ends a request over a failed load before it passes the load's report on.

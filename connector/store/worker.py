@@ -120,7 +120,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
                     self._logged_fingerprints = True
                     logger.exception(
                         "kvledger: no fingerprints could be taken of the blocks of request %s. They are saved without, "
-                        "so loads of them are not checked; this is said once.",
+                        "so loads of them are not checked; this is logged once.",
                         self._name(request.req_id),
                     )
         super().add_request(request)
