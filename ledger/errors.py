@@ -7,18 +7,14 @@
     ├── UnsupportedVersion   the vLLM or Mooncake in use lacks what the plugin extends
     ├── LedgerNotWritable    the audit log cannot be written where the settings say
     ├── NotInLog             no log has the request, job or block that was asked for
-    ├── KVTransferError      KV cache could not be moved; carries the stable code and what it concerns
     └── LedgerFileError      a file that was asked for cannot be read
         ├── FileMissing
         ├── NotALedger
         ├── FileCorrupt
         └── FileNewer
 
-Messages are one line and say what to do. This file knows the stable codes and block lists, nothing else of the project.
+Messages are one line and say what to do. This file knows nothing else of the project.
 """
-
-from ledger.blocks import Blocks
-from ledger.codes import CODES, KVCacheErrorCode, Stage, raw_name
 
 
 class LedgerError(Exception):
@@ -65,49 +61,6 @@ class LedgerNotWritable(LedgerError):
 
 class NotInLog(LedgerError):
     """No log has the request, job or block that was asked for. The message says what there is; status 2."""
-
-
-class KVTransferError(LedgerError):
-    """KV cache could not be moved.
-
-    Attributes:
-        code: the stable code; alerts match it and never the message.
-        stage: where it failed.
-        raw, exception: the raw error, and the type of the exception if there was one.
-        request, job, load, transfer: what it concerns; empty or -1 where there is none.
-        rank: the rank on which it failed.
-        blocks: the blocks that failed.
-    """
-
-    def __init__(  # noqa: PLR0913 - one argument for each thing that an alert may ask for
-        self,
-        *,
-        code: KVCacheErrorCode,
-        stage: Stage,
-        raw: str = "",
-        exception: str = "",
-        request: str = "",
-        job: int = -1,
-        load: int = -1,
-        transfer: str = "",
-        rank: int = -1,
-        blocks: Blocks = (),
-    ) -> None:
-        self.code = code
-        self.stage = stage
-        self.raw = raw
-        self.exception = exception
-        self.request = request
-        self.job = job
-        self.load = load
-        self.transfer = transfer
-        self.rank = rank
-        self.blocks = blocks
-        work = f"load {load}" if load >= 0 else f"job {job}" if job >= 0 else f"transfer {transfer}"
-        said = f" ({f'{raw} {raw_name(raw)}'.strip()})" if raw else ""
-        super().__init__(
-            f"{work} of request {request} failed on rank {rank} at {stage}: {code}{said}. {CODES[code].action}"
-        )
 
 
 class LedgerFileError(LedgerError):

@@ -152,7 +152,7 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
     last_step = max((event.step for event in events), default=0)
     began = {event.job: event.step for event in events if isinstance(event, ev.JobRegistered)}
     asked = {event.request: event.step for event in events if isinstance(event, ev.LoadPlanned)}
-    book = run.world.engine.books.state.book
+    book = run.world.engine.ledger.state.book
     open_jobs = sorted({*checks.jobs, *book.jobs})
     open_loads = sorted({*checks.loads, *book.loading})
     truth = Truth(

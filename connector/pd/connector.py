@@ -1,17 +1,17 @@
-"""`KVLedgerMooncakeConnector`: a drop-in for vLLM's `MooncakeConnector` (P/D) that keeps its books in a ledger.
+"""`KVLedgerMooncakeConnector`: a drop-in for vLLM's `MooncakeConnector` (P/D) that records what it does in a ledger.
 
 The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's
-halves, promotes them, and passes each hook of vLLM to the half that it belongs to. The tables of hooks stand in
-`pd_scheduler`, `pd_worker`, `pd_pulling` and `pd_pushing`.
+halves, makes them instances of our subclasses, and passes each hook of vLLM to the half that it belongs to. The tables
+of hooks are in `scheduler`, `worker`, `pull_worker` and `push_worker`.
 
     hook (vLLM calls it)            side    when                           passed on to
     ------------------------------  ------  -----------------------------  -------------------------------------------
-    all that upstream's facade has  both    as in vLLM                     the promoted half, by upstream's facade
+    all that upstream's facade has  both    as in vLLM                     our half, by upstream's facade
     update_connector_output         engine  the workers' results are here  LedgerMooncakeScheduler
     has_pending_push_work           engine  may the engine stop stepping?  LedgerMooncakeScheduler
     build_connector_worker_meta     worker  the end of every step          LedgerMooncakeWorker
     build_prom_metrics, ..._stats   both    statistics are put together    LedgerMooncakeStats, ...PromMetrics
-    shutdown                        both    the process ends               LedgerMooncakeWorker; the books are closed
+    shutdown                        both    the process ends               LedgerMooncakeWorker; closes the log
 """
 
 # ruff: noqa: E402 - the check must come before the imports that it makes understandable
@@ -33,8 +33,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.pd.scheduler import LedgerMooncakeScheduler
 from connector.pd.stats import LedgerMooncakePromMetrics, LedgerMooncakeStats
 from connector.pd.worker import LedgerMooncakeWorker
-from connector.runtime.rebase import adopt
-from connector.runtime.runtime import Books, open_books
+from connector.runtime.rebase import rebase_class
+from connector.runtime.runtime import LedgerRuntime, open_ledger
 from ledger import settings as ledger_settings
 
 NAME = "KVLedgerMooncakeConnector"
@@ -54,18 +54,18 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
         settings = ledger_settings.parse(transfer.kv_connector_extra_config if transfer is not None else {})
         with device_zero_without_accelerator():
             super().__init__(vllm_config, role, kv_cache_config)
-        self.books: Books | None = None
+        self.ledger: LedgerRuntime | None = None
         if self.connector_scheduler is not None:
-            self.books = open_books(vllm_config, kv_cache_config, NAME, settings)
-            scheduler = adopt(self.connector_scheduler, LedgerMooncakeScheduler)
-            scheduler.open(self.books)
+            self.ledger = open_ledger(vllm_config, kv_cache_config, NAME, settings)
+            scheduler = rebase_class(self.connector_scheduler, LedgerMooncakeScheduler)
+            scheduler.open(self.ledger)
             self.connector_scheduler = scheduler
             # What vLLM calls in every step goes to the half without a facade's frame in between.
             self.build_connector_meta = scheduler.build_connector_meta
             self.update_connector_output = scheduler.update_connector_output
             self.has_pending_push_work = scheduler.has_pending_push_work
         if self.connector_worker is not None:
-            worker = adopt(self.connector_worker, LedgerMooncakeWorker)
+            worker = rebase_class(self.connector_worker, LedgerMooncakeWorker)
             worker.open(vllm_config, NAME, settings)
             self.connector_worker = worker
             self.build_connector_worker_meta = worker.build_connector_worker_meta
@@ -90,9 +90,9 @@ class KVLedgerMooncakeConnector(MooncakeConnector):
         """End the transfers and close the log. May be called more than once."""
         if self.connector_worker is not None:
             self.connector_worker.shutdown()
-        books = getattr(self, "books", None)
-        if books is not None:
-            books.close()
+        ledger = getattr(self, "ledger", None)
+        if ledger is not None:
+            ledger.close()
 
 
 @contextlib.contextmanager

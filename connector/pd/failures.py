@@ -5,8 +5,8 @@ write are listed here, and ours; a line that is not has no meaning to us, and st
 functions.
 """
 
-from connector.pd.metadata import Failure
-from ledger.codes import KVCacheErrorCode, Stage, translate
+from connector.runtime.failures import Failure
+from ledger.codes import KVCacheErrorCode, Stage
 
 _C = KVCacheErrorCode
 
@@ -43,12 +43,11 @@ NEVER_ASKED = Failure(_C.LOAD_TIMEOUT, "the peers were not found until the deadl
 
 def of_exception(error: BaseException, stage: Stage) -> Failure:
     """Return what to call a failure that raised `error`."""
-    translated = translate(error)
-    code = translated.code
-    if stage is Stage.BOOTSTRAP and code in (_C.UNKNOWN, _C.BLOCK_NOT_FOUND):
+    failure = Failure.of(error, stage)
+    if stage is Stage.BOOTSTRAP and failure.code in (_C.UNKNOWN, _C.BLOCK_NOT_FOUND):
         # Whatever answers there, or does not, is no bootstrap server: the address is wrong, or it is down.
-        code = _C.PEER_UNREACHABLE
-    return Failure(code, translated.raw, stage, type(error).__name__)
+        return Failure(_C.PEER_UNREACHABLE, failure.raw, stage, failure.exception)
+    return failure
 
 
 def of_line(line: str | None, *, private: bool = False) -> Failure:

@@ -1,7 +1,7 @@
-"""What the workers of the P/D connector tell the scheduler, and how long things may take.
+"""What the workers of the P/D connector report to the scheduler, and how long each wait may take.
 
-The reports travel with vLLM's own worker metadata, which adds them up over the ranks of a step. Each has the fields
-of the event that the scheduler's books make of it, with vLLM's own request id. This file knows vLLM's metadata class
+The reports travel with vLLM's own worker metadata, which adds them up over the ranks of a step. Each has what the
+scheduler needs for the event that it records, with vLLM's own request id. This file knows vLLM's metadata class
 and settings, and nothing of how either side uses them.
 """
 
@@ -11,21 +11,7 @@ from typing import NamedTuple, TypeAlias
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-
-class Failure(NamedTuple):
-    """Why something failed: stable code, what was translated to it, stage, and the exception type if one was raised."""
-
-    code: str
-    raw: str
-    stage: str
-    exception: str = ""
-
-    def __str__(self) -> str:
-        raw = self.raw if self.exception in self.raw else f"{self.exception}: {self.raw}"
-        return f"{self.code} at {self.stage} ({raw})"
-
-
-NO_FAILURE = Failure("", "", "")
+from connector.runtime.failures import NO_FAILURE, Failure
 
 
 class PeersReport(NamedTuple):
@@ -106,7 +92,7 @@ class PDWorkerMetadata(KVConnectorWorkerMetadata):
     sent: set[str] = field(default_factory=set[str])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "PDWorkerMetadata":
-        """Add what another rank says to this, and return this.
+        """Add the reports of another rank to these, and return these.
 
         Raises:
             TypeError: `other` is not of this class, so a rank does not run the same plugin.
@@ -135,7 +121,7 @@ def answer_timeout_s() -> float:
 
 
 def connect_timeout_s() -> float:
-    """Return how long a connection to a peer may take to come about, in seconds, with the last look for the peer."""
+    """Return how long a connection to a peer may take to be made, in seconds, with the last look for the peer."""
     return envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT + 5.0
 
 

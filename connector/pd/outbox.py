@@ -1,10 +1,10 @@
-"""What a rank of the P/D connector has to tell, kept until it may be told.
+"""What a rank of the P/D connector reports, kept until the scheduler and vLLM may have it.
 
-Results come about on the threads of the transfers; vLLM asks for them once in every step. Two rules stand between:
+Results are made on the threads of the transfers; vLLM asks for them once in every step. Two rules apply in between:
 
-* A report goes to the scheduler's books no later than the result that follows from it goes to vLLM.
-* Of a failure the books hear one step earlier. vLLM acts on failed blocks before it passes the reports of the same step
-  on, and a log in which the request ends first and fails afterwards would tell the story backwards.
+* A report goes to the scheduler's ledger no later than the result that follows from it goes to vLLM.
+* A failure goes to the ledger one step before it goes to vLLM. vLLM acts on failed blocks before it passes on the
+  reports of the same step, and in the log the request would then end first and fail afterwards.
 
 This file knows reports and evidence, and nothing of transfers.
 """
@@ -18,8 +18,8 @@ from connector.runtime.evidence import EvidenceSender
 from ledger import events as ev
 
 
-class Desk:
-    """Any thread may add; the worker's thread takes, in the order in which vLLM asks in a step."""
+class PDOutbox:
+    """Any thread may add. Only the worker's thread takes, in the order in which vLLM asks in a step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class Desk:
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
 
-    def tell(self, report: Report) -> None:
+    def add(self, report: Report) -> None:
         """Add a report."""
         with self._lock:
             self._reports.append(report)
@@ -63,7 +63,7 @@ class Desk:
         return invalid
 
     def take_reports(self) -> list[Report]:
-        """Return the reports since the last call. From the next step on, vLLM may be told what follows from them."""
+        """Return the reports since the last call. What follows from them goes to vLLM from the next step on."""
         with self._lock:
             reports, self._reports = self._reports, []
             for known in self._fresh:

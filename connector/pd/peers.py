@@ -1,8 +1,9 @@
-"""What the decode side of a worker keeps of pulls and of peers that it asks, and how it sees what upstream does.
+"""The pulls of a decode worker, the requests it makes to peers for them, and hooks that see what upstream does.
 
-Upstream asks a peer in one task, in functions that do not pass on whom they ask. So the task carries it (`ASKING`), and
-the objects that upstream uses within (its ZeroMQ context, the sockets, the decoder of answers) note there what happens:
-that the peer was asked, and what status it answered. They decide nothing; `connector.pd.pull_worker` does.
+Upstream asks a peer in one task, in functions that do not pass on whom they ask. So the task carries it
+(`PEER_REQUEST`), and the objects that upstream uses in the task (its ZeroMQ context, the sockets, the decoder of
+answers) note there what happens: that the peer was asked, and with which status it answered. They decide nothing;
+`connector.pd.pull_worker` does.
 
 This file may know upstream's messages, ZeroMQ and asyncio.
 """
@@ -18,7 +19,12 @@ import zmq
 import zmq.asyncio
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeXferResponse, PullReqMeta
 
-from connector.pd.metadata import Failure
+from connector.runtime.failures import Failure
+
+
+def peer_name(tp_rank: int, pp_rank: int | str) -> str:
+    """Return the name in events of a worker of the other engine: `tp<rank> pp<stage>`."""
+    return f"tp{tp_rank} pp{pp_rank}"
 
 
 class Pull:
@@ -26,7 +32,7 @@ class Pull:
 
     Attributes:
         peers: those that may still write; None until they are known.
-        failed: something has failed, for good.
+        failed: it has failed, whatever else happens.
     """
 
     def __init__(self, meta: PullReqMeta) -> None:
@@ -45,7 +51,7 @@ class Pull:
         return any(self.blocks)
 
 
-class Asking:
+class PeerRequest:
     """One peer that is asked for one or more pulls, over one socket."""
 
     def __init__(self, engine: str, name: str, address: str, pulls: dict[str, Pull]) -> None:
@@ -76,7 +82,7 @@ class Asking:
         return [pull for pull in self.pulls.values() if pull.peers and self.name in pull.peers]
 
 
-ASKING: ContextVar[Asking | None] = ContextVar("kvledger_asking", default=None)
+PEER_REQUEST: ContextVar[PeerRequest | None] = ContextVar("kvledger_peer_request", default=None)
 """Whom the running task asks. Upstream's functions do not pass it on, and run in the task that does."""
 
 
@@ -89,13 +95,13 @@ class ReplyDecoder:
     def decode(self, message: bytes) -> MooncakeXferResponse:
         """Decode, as the decoder does."""
         response: MooncakeXferResponse = self._decoder.decode(message)
-        asking = ASKING.get()
-        if asking is not None:
-            asking.status = response.status
+        peer_request = PEER_REQUEST.get()
+        if peer_request is not None:
+            peer_request.status = response.status
         return response
 
 
-class _AskingSocket(zmq.asyncio.Socket):
+class _PeerSocket(zmq.asyncio.Socket):
     """A socket that notes when a peer is asked."""
 
     def send(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,28 +133,28 @@ def _stop_monitor(socket: Any) -> None:
 
 def note_asked() -> None:
     """Note that the running task has asked its peer."""
-    asking = ASKING.get()
-    if asking is not None:
-        asking.asked = True
-        asking.on_asked()
+    peer_request = PEER_REQUEST.get()
+    if peer_request is not None:
+        peer_request.asked = True
+        peer_request.on_asked()
 
 
 class WatchedContext(zmq.asyncio.Context):
     """A ZeroMQ context that hands each socket to a peer to `watch`, before it connects."""
 
-    _socket_class = _AskingSocket
-    watch: Callable[[Asking, Any], None] | None = None
+    _socket_class = _PeerSocket
+    watch: Callable[[PeerRequest, Any], None] | None = None
     """Told of each new socket to a peer, by whom it was made for and the socket."""
 
     def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return a new socket, as the base class does."""
         made: Any = super().socket(socket_type, *args, **kwargs)
-        asking = ASKING.get()
+        peer_request = PEER_REQUEST.get()
         if socket_type == zmq.PAIR:
             made.setsockopt(zmq.RCVHWM, 0)  # it reads a monitor, which must never have to wait until it is read
-        elif asking is not None and socket_type == zmq.DEALER and self.watch is not None:
+        elif peer_request is not None and socket_type == zmq.DEALER and self.watch is not None:
             try:
-                self.watch(asking, made)
+                self.watch(peer_request, made)
             except BaseException:
                 made.close(linger=0)
                 raise

@@ -1,4 +1,4 @@
-"""The decode side of a worker: asks a prefill's workers as upstream does, and settles every pull, come what may.
+"""The decode side of a worker: asks a prefill's workers as upstream does, and ends every pull, whatever happens.
 
     hook (upstream calls it)         when                                     what it adds
     -------------------------------  ---------------------------------------  ----------------------------------------
@@ -13,17 +13,17 @@
     _handle_failed_recv              upstream knows that something failed     settles, for that peer: PeerReport
 
 A pull is one request's transfer on this rank. Each peer of a pull settles once; the pull is over when all have, and
-only then is vLLM told that the request has received. The first failure fails the pull for good, whatever other peers
-say.
+only then does vLLM hear that the request has received. The first failure fails the pull, whatever other peers say
+later.
 
-When may a peer write no more? When it has answered; when its process is gone, which shows in that nobody listens at
-its address any more; or when the time is over that it gives itself, and the transfer engine after it. That time begins
-when the peer gets the question, so here it begins when the connection is there: ZeroMQ keeps a question until then. A
-connection that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when
-it is ready. The same holds for a connection that does not come about, for an answer that cannot be read, and for any
-other exception after the peer was asked. The socket is closed then, and takes back a question that it still holds.
+When is it certain that a peer writes no more? When it has answered; when its process is gone, so that nobody listens
+at its address any more; or when its own time limit and that of the transfer engine are over. That time begins when the
+peer gets the question, so here it begins when the connection is made: ZeroMQ keeps a question until then. A connection
+that merely broke fails the pull at once and frees nothing: the peer may not have noticed, and will push when it is
+ready. The same holds for a connection that is never made, for an answer that cannot be read, and for any other
+exception after the peer was asked. The socket is closed then, and takes back a question that it still holds.
 
-All of this runs on upstream's receiver loop; only the desk is shared with the worker's thread. This file may know
+All of this runs on upstream's receiver loop; only the outbox is shared with the worker's thread. This file may know
 vLLM's worker, ZeroMQ and asyncio.
 """
 
@@ -52,8 +52,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from connector.pd import failures
 from connector.pd.metadata import (
-    NO_FAILURE,
-    Failure,
     LateReport,
     LostReport,
     PeerReport,
@@ -61,14 +59,14 @@ from connector.pd.metadata import (
     answer_timeout_s,
     bootstrap_timeout_s,
 )
-from connector.pd.outbox import Desk, Evidence
-from connector.pd.peers import ASKING, Asking, Pull, ReplyDecoder, WatchedContext, unwatch
-from connector.runtime.failures import FailureLog
-from connector.runtime.requests import without_null
+from connector.pd.outbox import Evidence, PDOutbox
+from connector.pd.peers import PEER_REQUEST, PeerRequest, Pull, ReplyDecoder, WatchedContext, peer_name, unwatch
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.failures import NO_FAILURE, Failure
+from connector.runtime.requests import blocks_of_groups
 from ledger import events as ev
 from ledger.blocks import Blocks
-from ledger.codes import KVCacheErrorCode, Stage
-from ledger.errors import KVTransferError
+from ledger.codes import Stage
 
 logger = logging.getLogger("kvledger")
 
@@ -96,7 +94,7 @@ MAX_BOOTSTRAP_ERRORS = 64
 class PullingWorker(MooncakeConnectorWorker):
     """The decode side of `LedgerMooncakeWorker`."""
 
-    desk: Desk
+    outbox: PDOutbox
     evidence: Evidence
     failures: FailureLog
     rank: int
@@ -105,9 +103,9 @@ class PullingWorker(MooncakeConnectorWorker):
     group_ids: tuple[int, ...]
 
     def open_pulling(self) -> None:
-        """Begin to keep account of pulls. Called before the KV caches are registered, so before any socket is made."""
+        """Begin to track pulls. Called before the KV caches are registered, so before any socket is made."""
         self._pulls: dict[str, Pull] = {}
-        self._askings: list[Asking] = []
+        self._peer_requests: list[PeerRequest] = []
         self._bootstrap_errors: dict[str, Exception] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._monitor_numbers = itertools.count()
@@ -191,7 +189,7 @@ class PullingWorker(MooncakeConnectorWorker):
         wanted = {request_id: meta for request_id, meta in pull_metas.items() if self._unnamed(meta) is not None}
         if not wanted:
             return
-        self._askings = []
+        self._peer_requests = []
         try:
             super().receive_kv(remote_engine_id, wanted)
         except Exception as error:
@@ -200,30 +198,30 @@ class PullingWorker(MooncakeConnectorWorker):
             self._remote_agents.pop(remote_engine_id, None)
             self._settle_unnamed(wanted, failures.of_exception(error, Stage.REGISTRATION))
             return
-        askings, self._askings = self._askings, []
-        if not askings:
+        peer_requests, self._peer_requests = self._peer_requests, []
+        if not peer_requests:
             self._settle_unnamed(wanted, failures.NO_PEERS)
             return
         names = self._peer_names(remote_engine_id)
-        for asking in askings:
-            asking.engine = remote_engine_id
-            asking.name = names.get(asking.address, asking.address)
-        peers = tuple(asking.name for asking in askings)
+        for peer_request in peer_requests:
+            peer_request.engine = remote_engine_id
+            peer_request.name = names.get(peer_request.address, peer_request.address)
+        peers = tuple(peer_request.name for peer_request in peer_requests)
         if len(set(peers)) < len(peers):
-            # An answer could not be told from the other worker's, and the books end an engine over such reports.
-            for asking in askings:
-                asking.void = True
+            # Nobody could say whose answer is whose, and the ledger ends an engine over such reports.
+            for peer_request in peer_requests:
+                peer_request.void = True
             self._remote_agents.pop(remote_engine_id, None)
             self._settle_unnamed(wanted, failures.ONE_ADDRESS)
             return
-        for pull in askings[0].pulls.values():
+        for pull in peer_requests[0].pulls.values():
             self._name_peers(pull, peers)
 
     def _peer_names(self, engine: str) -> dict[str, str]:
         """Return the name of each worker of a prefill engine, by its address."""
         stages = self._remote_agents[engine]
         return {
-            address: f"tp{tp_rank} pp{pp_rank}"
+            address: peer_name(tp_rank, pp_rank)
             for tp_rank, by_stage in stages.items()
             for pp_rank, address in by_stage.items()
         }
@@ -233,7 +231,7 @@ class PullingWorker(MooncakeConnectorWorker):
         if pull.timer is not None:
             pull.timer.cancel()
         address = f"{self.hostname}:{self.rpc_port}"
-        self.desk.tell(PeersReport(pull.request, pull.transfer, self.rank, peers, address))
+        self.outbox.add(PeersReport(pull.request, pull.transfer, self.rank, peers, address))
         self.evidence.emit(
             ev.TransferStarted,
             transfer=self.logged(pull.transfer),
@@ -245,57 +243,57 @@ class PullingWorker(MooncakeConnectorWorker):
     def receive_kv_from_single_worker(
         self, worker_addr: str, pull_metas: dict[str, PullReqMeta]
     ) -> "CoroutineType[Any, Any, None]":
-        """Return the asking of one peer.
+        """Return the coroutine that asks one peer.
 
         Not a coroutine function, so that `receive_kv` knows all peers before one is asked.
         """
         pulls = {request_id: self._pulls[request_id] for request_id in pull_metas}
-        asking = Asking("", worker_addr, worker_addr, pulls)
-        self._askings.append(asking)
-        return self._ask(asking, pull_metas)
+        peer_request = PeerRequest("", worker_addr, worker_addr, pulls)
+        self._peer_requests.append(peer_request)
+        return self._ask(peer_request, pull_metas)
 
-    async def _ask(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
-        if asking.void:
+    async def _ask(self, peer_request: PeerRequest, pull_metas: dict[str, PullReqMeta]) -> None:
+        if peer_request.void:
             return
-        ASKING.set(asking)
-        with self._counted() as asking.task:
-            self._restart_timer(asking)
-            asking.on_asked = lambda: self._restart_timer(asking)
+        PEER_REQUEST.set(peer_request)
+        with self._counted() as peer_request.task:
+            self._restart_timer(peer_request)
+            peer_request.on_asked = lambda: self._restart_timer(peer_request)
             try:
-                await self._ask_upstream(asking, pull_metas)
+                await self._ask_upstream(peer_request, pull_metas)
                 if self._closing:
                     return
-                if asking.lost is not None:
-                    await self._without_answer(asking, asking.lost)
-                self._settle_rest(asking, failures.OMITTED)
+                if peer_request.lost is not None:
+                    await self._without_answer(peer_request, peer_request.lost)
+                self._settle_rest(peer_request, failures.OMITTED)
             finally:
-                if asking.timer is not None:
-                    asking.timer.cancel()
+                if peer_request.timer is not None:
+                    peer_request.timer.cancel()
 
-    async def _ask_upstream(self, asking: Asking, pull_metas: dict[str, PullReqMeta]) -> None:
+    async def _ask_upstream(self, peer_request: PeerRequest, pull_metas: dict[str, PullReqMeta]) -> None:
         try:
             # A copy: upstream 0.33 takes out what is settled, and other peers are asked for the same pulls.
-            await super().receive_kv_from_single_worker(asking.address, dict(pull_metas))
+            await super().receive_kv_from_single_worker(peer_request.address, dict(pull_metas))
         except asyncio.CancelledError:
-            if asking.lost is None:
+            if peer_request.lost is None:
                 raise  # and else it is the socket that was closed, not this task that is to end
         except Exception as error:
-            logger.exception("kvledger: asking %s of %s raised", asking.name, asking.engine)
-            self._raised(asking, error)
+            logger.exception("kvledger: asking %s of %s raised", peer_request.name, peer_request.engine)
+            self._raised(peer_request, error)
         finally:
-            if asking.socket is not None:
-                asking.socket.close(linger=0)  # upstream leaves one open that it could not connect
-            if asking.watch is not None:
-                asking.watch.cancel()
+            if peer_request.socket is not None:
+                peer_request.socket.close(linger=0)  # upstream leaves one open that it could not connect
+            if peer_request.watch is not None:
+                peer_request.watch.cancel()
 
-    def _raised(self, asking: Asking, error: BaseException) -> None:
-        """Settle a peer over an exception if that means that it will not write, and else note that it is lost."""
+    def _raised(self, peer_request: PeerRequest, error: BaseException) -> None:
+        """Settle a peer after an exception if it cannot write any more; otherwise note that its answer is lost."""
         failure = failures.of_exception(error, Stage.RECV)
-        if asking.asked:
-            # We have failed to hear it out, which does not keep it from writing.
-            asking.lost = asking.lost or failure
+        if peer_request.asked:
+            # We failed to read its answer, which does not keep it from writing.
+            peer_request.lost = peer_request.lost or failure
         else:
-            self._settle_rest(asking, failure)
+            self._settle_rest(peer_request, failure)
 
     @contextlib.contextmanager
     def _counted(self) -> Generator[asyncio.Task[Any] | None]:
@@ -309,42 +307,46 @@ class PullingWorker(MooncakeConnectorWorker):
             if task is not None:
                 self._running.discard(task)
 
-    # --- what becomes of a pull -------------------------------------------------------------------------------------
+    # --- how a pull ends ----------------------------------------------------------------------------------------------
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
         """Settle what a peer answers for. Takes the place of upstream's bookkeeping."""
-        asking = ASKING.get()
-        if asking is None:
+        peer_request = PEER_REQUEST.get()
+        if peer_request is None:
             raise RuntimeError("an answer was processed that no peer was asked for")
-        before = len(asking.open_pulls())
+        before = len(peer_request.open_pulls())
         failure = failures.of_line(response.err_msg, private=self.private)
         for request_id in response.err_reqs or ():
-            self._answered(asking, request_id, failure)
+            self._answered(peer_request, request_id, failure)
             pull_metas.pop(request_id, None)
         for request_id in response.ok_reqs or ():
-            self._answered(asking, request_id, NO_FAILURE)
+            self._answered(peer_request, request_id, NO_FAILURE)
             pull_metas.pop(request_id, None)
-        if len(asking.open_pulls()) < before:
-            self._restart_timer(asking)  # the prefill gives itself the same time again for what is left
+        if len(peer_request.open_pulls()) < before:
+            self._restart_timer(peer_request)  # the prefill gives itself the same time again for what is left
 
-    def _answered(self, asking: Asking, request_id: str, failure: Failure) -> None:
-        pull = asking.pulls.get(request_id)
-        if pull is not None and pull.peers and asking.name in pull.peers:
-            self._settle(pull, asking.name, failure)
+    def _answered(self, peer_request: PeerRequest, request_id: str, failure: Failure) -> None:
+        pull = peer_request.pulls.get(request_id)
+        if pull is not None and pull.peers and peer_request.name in pull.peers:
+            self._settle(pull, peer_request.name, failure)
             return
-        asking.late += 1
-        if asking.late > MAX_LATE_RESULTS:
+        peer_request.late += 1
+        if peer_request.late > MAX_LATE_RESULTS:
             return
-        why = f"{asking.name} had settled before" if pull is not None else f"{asking.name} was not asked for it"
-        if asking.late == MAX_LATE_RESULTS:
+        why = (
+            f"{peer_request.name} had already settled"
+            if pull is not None
+            else f"{peer_request.name} was not asked for it"
+        )
+        if peer_request.late == MAX_LATE_RESULTS:
             why += "; further ones of this peer are not recorded"
         transfer = pull.transfer if pull is not None else ""
-        self.desk.tell(LateReport("recv", request_id, transfer, self.rank, why, str(failure.code)))
+        self.outbox.add(LateReport("recv", request_id, transfer, self.rank, why, str(failure.code)))
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
         """Settle what upstream knows to have failed. Takes the place of upstream's bookkeeping."""
-        asking = ASKING.get()
-        if asking is None:
+        peer_request = PEER_REQUEST.get()
+        if peer_request is None:
             address = next((meta.remote_bootstrap_addr for meta in pull_metas.values()), "")
             error = self._bootstrap_errors.get(address)
             found = failures.of_exception(error, Stage.BOOTSTRAP) if error is not None else failures.NOT_REGISTERED
@@ -352,13 +354,13 @@ class PullingWorker(MooncakeConnectorWorker):
             return
         raised = sys.exception()  # upstream calls from within its `except`
         if raised is not None:
-            self._raised(asking, raised)
+            self._raised(peer_request, raised)
             return
-        finished = asking.status == MooncakeXferResponseStatus.FINISH
+        finished = peer_request.status == MooncakeXferResponseStatus.FINISH
         failure = failures.OMITTED if finished else failures.of_line(reason, private=self.private)
-        for pull in asking.open_pulls():
+        for pull in peer_request.open_pulls():
             if pull.request in req_ids:
-                self._settle(pull, asking.name, failure)
+                self._settle(pull, peer_request.name, failure)
 
     def _settle_unnamed(self, pull_metas: dict[str, PullReqMeta], failure: Failure) -> None:
         """Settle pulls whose peers are not known, so that nobody writes."""
@@ -376,17 +378,17 @@ class PullingWorker(MooncakeConnectorWorker):
         pull = self._pulls.get(meta.d_req_id)
         return pull if pull is not None and pull.meta is meta and pull.peers is None else None
 
-    def _settle_rest(self, asking: Asking, failure: Failure) -> None:
-        for pull in asking.open_pulls():
-            self._settle(pull, asking.name, failure)
+    def _settle_rest(self, peer_request: PeerRequest, failure: Failure) -> None:
+        for pull in peer_request.open_pulls():
+            self._settle(pull, peer_request.name, failure)
 
     def _settle(self, pull: Pull, peer: str, failure: Failure) -> None:
         """Note that a peer writes no more. The last one ends the pull."""
         if pull.peers is None:
             raise RuntimeError(f"{peer} settles a pull whose peers are not known")
         pull.peers.discard(peer)
-        self.desk.tell(PeerReport(pull.request, pull.transfer, self.rank, peer, failure))
-        if failure.code:
+        self.outbox.add(PeerReport(pull.request, pull.transfer, self.rank, peer, failure))
+        if failure:
             self._fail(pull, peer, failure)
         if pull.peers:
             return
@@ -401,12 +403,10 @@ class PullingWorker(MooncakeConnectorWorker):
             request=self.logged(pull.request),
             outcome="failed" if pull.failed else "ok",
             duration_ns=time.monotonic_ns() - pull.started_ns,
-            code=str(failure.code),
-            raw=failure.raw,
-            exception=failure.exception,
+            **failure.cause_fields(),
         )
         if pull.waited_for:
-            (self.desk.finish_failed if pull.failed else self.desk.finish)(pull.request)
+            (self.outbox.finish_failed if pull.failed else self.outbox.finish)(pull.request)
 
     def _fail(self, pull: Pull, peer: str, failure: Failure) -> None:
         """Fail a pull, once: count it, say it in a line, and let vLLM know which blocks may not be trusted."""
@@ -415,24 +415,18 @@ class PullingWorker(MooncakeConnectorWorker):
         pull.failed = True
         self.xfer_stats.record_failed_recv()
         self.failures.report(
-            KVTransferError(
-                code=KVCacheErrorCode(failure.code),
-                stage=Stage(failure.stage),
-                raw=failure.raw,
-                exception=failure.exception,
-                request=self.logged(pull.request),
-                transfer=self.logged(pull.transfer),
-                rank=self.rank,
-                blocks=self._pull_blocks(pull),
-            ),
+            failure.of_blocks(self._pull_blocks(pull)),
+            request=self.logged(pull.request),
+            transfer=self.logged(pull.transfer),
+            rank=self.rank,
             peer=peer,
         )
         if pull.waited_for and not self._is_hma_required:
             # With several groups block numbers are ambiguous; there the request is named when the pull is over.
-            self.desk.invalidate(frozenset(block for group in pull.blocks for block in group))
+            self.outbox.invalidate(frozenset(block for group in pull.blocks for block in group))
 
     def _pull_blocks(self, pull: Pull) -> Blocks:
-        return without_null(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
+        return blocks_of_groups(zip(self.group_ids, pull.blocks, strict=True)) if pull.blocks else ()
 
     # --- the watchdog -----------------------------------------------------------------------------------------------
 
@@ -441,23 +435,23 @@ class PullingWorker(MooncakeConnectorWorker):
             pull.peers = {""}
             self._settle(pull, "", failures.NEVER_ASKED)
 
-    def _restart_timer(self, asking: Asking) -> None:
-        if asking.timer is not None:
-            asking.timer.cancel()
-        asking.timer = self.receiver_loop.call_later(answer_timeout_s(), self._overdue, asking)
+    def _restart_timer(self, peer_request: PeerRequest) -> None:
+        if peer_request.timer is not None:
+            peer_request.timer.cancel()
+        peer_request.timer = self.receiver_loop.call_later(answer_timeout_s(), self._overdue, peer_request)
 
-    def _overdue(self, asking: Asking) -> None:
-        self._remote_agents.pop(asking.engine, None)  # as for one that is lost
-        self._settle_rest(asking, failures.OVERDUE)
-        if asking.task is not None:
-            asking.task.cancel()
+    def _overdue(self, peer_request: PeerRequest) -> None:
+        self._remote_agents.pop(peer_request.engine, None)  # as for one that is lost
+        self._settle_rest(peer_request, failures.OVERDUE)
+        if peer_request.task is not None:
+            peer_request.task.cancel()
 
     # --- the socket to a peer ---------------------------------------------------------------------------------------
 
-    def watch_socket(self, asking: Asking, socket: "zmq.asyncio.Socket") -> None:
+    def watch_socket(self, peer_request: PeerRequest, socket: "zmq.asyncio.Socket") -> None:
         """Watch a socket to a peer from before it connects. ZeroMQ itself only ever tries to connect again."""
-        if asking.watch is not None:
-            asking.watch.cancel()
+        if peer_request.watch is not None:
+            peer_request.watch.cancel()
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
@@ -465,63 +459,65 @@ class PullingWorker(MooncakeConnectorWorker):
         name = f"inproc://kvledger-monitor-{next(self._monitor_numbers)}"
         # Without MONITOR_STOPPED: to stop a monitor that nobody reads would be to wait for ever.
         monitor = socket.get_monitor_socket(events, name)
-        asking.socket = socket
-        asking.connected = False
-        asking.watch = self.receiver_loop.create_task(self._watch(asking, socket, monitor))
-        self._running.add(asking.watch)
-        asking.watch.add_done_callback(self._running.discard)
+        peer_request.socket = socket
+        peer_request.connected = False
+        peer_request.watch = self.receiver_loop.create_task(self._watch(peer_request, socket, monitor))
+        self._running.add(peer_request.watch)
+        peer_request.watch.add_done_callback(self._running.discard)
         # Not in the task alone: one that is cancelled before it has begun runs no line of it.
-        asking.watch.add_done_callback(lambda _: unwatch(socket, monitor))
+        peer_request.watch.add_done_callback(lambda _: unwatch(socket, monitor))
 
-    async def _watch(self, asking: Asking, socket: "zmq.asyncio.Socket", monitor: "zmq.asyncio.Socket") -> None:
-        """Wait until the connection to a peer breaks, or none comes about, and see then what becomes of its pulls."""
+    async def _watch(
+        self, peer_request: PeerRequest, socket: "zmq.asyncio.Socket", monitor: "zmq.asyncio.Socket"
+    ) -> None:
+        """Wait until the connection to a peer breaks, or none is made in time; then close it for good."""
         try:
-            failure = await self._connection_lost(asking, monitor)
+            failure = await self._connection_lost(peer_request, monitor)
         except zmq.ZMQError:
             return  # the worker ends
-        asking.lost = asking.lost or failure
+        peer_request.lost = peer_request.lost or failure
         unwatch(socket, monitor)
         # Left open, it would connect again and deliver the question then. It also ends upstream's wait for an answer,
         # which no peer could give any more: it answers a connection. From here on it is looked for at its address.
         socket.close(linger=0)
-        if not asking.connected:
-            self._restart_timer(asking)  # it may have been delivered in this very moment
+        if not peer_request.connected:
+            self._restart_timer(peer_request)  # it may have been delivered in this very moment
 
-    async def _connection_lost(self, asking: Asking, monitor: "zmq.asyncio.Socket") -> Failure:
+    async def _connection_lost(self, peer_request: PeerRequest, monitor: "zmq.asyncio.Socket") -> Failure:
         deadline = self.receiver_loop.time() + envs.VLLM_MOONCAKE_CONNECTOR_TIMEOUT
         while True:
             try:
-                # Not `wait_for`: up to Python 3.11 it goes on when it is cancelled with its result at hand.
-                async with asyncio.timeout_at(None if asking.connected else deadline):
+                # Not `wait_for`: up to Python 3.11 it goes on when it is cancelled while its result is ready.
+                async with asyncio.timeout_at(None if peer_request.connected else deadline):
                     message = await recv_monitor_message(monitor)
             except TimeoutError:
                 return failures.NO_CONNECTION
             if message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
-                asking.connected = True
-                self._restart_timer(asking)
-            elif asking.connected or await self._is_gone(asking):
+                peer_request.connected = True
+                self._restart_timer(peer_request)
+            elif peer_request.connected or await self._is_gone(peer_request):
                 await asyncio.sleep(ANSWER_GRACE_S)
                 return failures.BROKEN
             elif self.receiver_loop.time() >= deadline:
-                return failures.NO_CONNECTION  # the next event may always be at hand
+                return failures.NO_CONNECTION  # events may keep coming
 
-    async def _without_answer(self, asking: Asking, failure: Failure) -> None:
+    async def _without_answer(self, peer_request: PeerRequest, failure: Failure) -> None:
         """Fail the pulls of a peer that will not answer now, and settle them when it is certain that it is gone."""
         # It, or its successor, may have another address by now, so the next transfer asks the bootstrap server again.
-        self._remote_agents.pop(asking.engine, None)
-        while asking.open_pulls():
-            if await self._is_gone(asking):
-                self._settle_rest(asking, failures.GONE)
+        self._remote_agents.pop(peer_request.engine, None)
+        while peer_request.open_pulls():
+            if await self._is_gone(peer_request):
+                self._settle_rest(peer_request, failures.GONE)
                 return
-            for pull in asking.open_pulls():
+            for pull in peer_request.open_pulls():
                 if not pull.failed:
-                    self.desk.tell(LostReport(pull.request, pull.transfer, self.rank, asking.name, failure))
-                    self._fail(pull, asking.name, failure)
+                    self.outbox.add(LostReport(pull.request, pull.transfer, self.rank, peer_request.name, failure))
+                    self._fail(pull, peer_request.name, failure)
             await asyncio.sleep(PROBE_INTERVAL_S)
 
-    async def _is_gone(self, asking: Asking) -> bool:
+    async def _is_gone(self, peer_request: PeerRequest) -> bool:
         """Return whether nobody listens at a peer's address: its host answers, and refuses, twice in a row."""
-        _, host, port = split_zmq_path(asking.address)
+        _, host, port = split_zmq_path(peer_request.address)
         for _ in range(2):
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""The prefill side of a worker: pushes blocks as upstream does, and says of every send how it ended on this rank.
+"""The prefill side of a worker: pushes blocks as upstream does, and reports how each send ended on this rank.
 
     hook (upstream calls it)     when                                       what it adds
     ---------------------------  -----------------------------------------  -----------------------------------------
@@ -12,7 +12,7 @@
     fetch_finished_sending_reqs  every step                                 SentReport, with the last failure, and not
                                                                             before the last push has ended
 
-A push that fails leaves the blocks held: the decode may ask again, until the send expires. The books see what is
+A push that fails leaves the blocks held: the decode may ask again, until the send expires. The ledger shows what is
 held, for how long, and how often it was tried. All of this runs on upstream's sender loop, but for `_send_blocks`,
 which runs on its threads. This file may know vLLM's worker.
 """
@@ -37,14 +37,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from connector.pd import failures
-from connector.pd.metadata import NO_FAILURE, Failure, PushReport, SentReport, hold_timeout_s
-from connector.pd.outbox import Desk, Evidence
-from connector.runtime.failures import FailureLog
-from connector.runtime.requests import without_null
+from connector.pd.metadata import PushReport, SentReport, hold_timeout_s
+from connector.pd.outbox import Evidence, PDOutbox
+from connector.pd.peers import peer_name
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.failures import NO_FAILURE, Failure
+from connector.runtime.requests import blocks_of_groups
 from ledger import events as ev
 from ledger.blocks import Blocks
 from ledger.codes import KVCacheErrorCode, Stage
-from ledger.errors import KVTransferError
 
 logger = logging.getLogger("kvledger")
 
@@ -55,19 +56,19 @@ A push that takes longer is left alone, with the socket: the end of the process 
 """
 
 ENDING = "The prefill worker ends."
-"""What a decode is told that asks, or waits for its turn, while the worker ends."""
+"""The answer to a decode that asks, or waits for its turn, while the worker shuts down."""
 
 TOO_LATE = "Timeout waiting for P side ready."
-"""What a decode is told whose time is over, in upstream's words. It has given its blocks away, or will in a minute."""
+"""The answer to a decode whose time is over, in upstream's words. It has freed its blocks, or will in a minute."""
 
 SENT_BEFORE = "The transfer was over before this request could be served."
-"""What a decode is told that asks for a transfer beside another request and comes too late."""
+"""The answer to a decode that asks for a transfer along with another request, and comes too late."""
 
 NOT_BEGUN = -1
-"""What upstream is told of a push that is not begun."""
+"""The result, for upstream, of a push that is not begun."""
 
 RAISED = -1
-"""What upstream is told of a call to the transfer engine that raised: it answers the decode for codes only."""
+"""The result, for upstream, of a call to the transfer engine that raised: it answers the decode for codes only."""
 
 
 class Push:
@@ -133,7 +134,7 @@ class _Batch(list[int]):
 class PushingWorker(MooncakeConnectorWorker):
     """The prefill side of `LedgerMooncakeWorker`."""
 
-    desk: Desk
+    outbox: PDOutbox
     evidence: Evidence
     failures: FailureLog
     rank: int
@@ -142,7 +143,7 @@ class PushingWorker(MooncakeConnectorWorker):
     group_ids: tuple[int, ...]
 
     def open_pushing(self) -> None:
-        """Begin to keep account of sends."""
+        """Begin to track sends."""
         self._pushes: dict[str, Push] = {}
         self._asked: Counter[str] = Counter()
         self._over: set[str] = set()
@@ -254,7 +255,7 @@ class PushingWorker(MooncakeConnectorWorker):
             # The decode begins anew with each answer, too; but if its time was over it may have given up, and does not.
             question.since_s = self.sender_loop.time()
         asked, ready_reqs = ready_reqs, [each for each in ready_reqs if each[0] not in over]
-        peer = f"tp{agent_meta.remote_tp_rank} pp{0 if agent_meta.remote_pp_size == 1 else '?'}"
+        peer = peer_name(agent_meta.remote_tp_rank, 0 if agent_meta.remote_pp_size == 1 else "?")
         address = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
         sends: dict[str, tuple[Push, SendBlockMeta]] = {}
         for d_req_id, send_meta in ready_reqs:
@@ -263,7 +264,7 @@ class PushingWorker(MooncakeConnectorWorker):
                 push.count += 1
                 push.meta = send_meta
                 sends[d_req_id] = push, send_meta
-                self.desk.tell(PushReport(push.request, push.transfer, self.rank, peer, address))
+                self.outbox.add(PushReport(push.request, push.transfer, self.rank, peer, address))
         try:
             src_ptrs, dst_ptrs, lengths, err_reqs, err_msg = await super()._build_transfer_params(
                 ready_reqs, agent_meta, local_regions, remote_regions
@@ -313,11 +314,9 @@ class PushingWorker(MooncakeConnectorWorker):
                 outcome=outcome,
                 bytes=total_bytes if outcome == "ok" else 0,
                 duration_ns=duration_ns,
-                code=str(failure.code),
-                raw=failure.raw,
-                exception=failure.exception,
+                **failure.cause_fields(),
             )
-        if failure.code:
+        if failure:
             self._failed(sends, failure, peer)
         if question is not None:
             question.since_s = self.sender_loop.time()
@@ -336,28 +335,16 @@ class PushingWorker(MooncakeConnectorWorker):
         """Note a failed push, and say it in a line. The blocks stay held."""
         for push, send_meta in sends:
             push.failure = failure
-            ids = self._ids(push)
-            self.failures.report(
-                KVTransferError(
-                    code=KVCacheErrorCode(failure.code),
-                    stage=Stage(failure.stage),
-                    raw=failure.raw,
-                    exception=failure.exception,
-                    request=ids["request"],
-                    transfer=ids["transfer"],
-                    rank=self.rank,
-                    blocks=self._push_blocks(send_meta),
-                ),
-                peer=peer,
-            )
+            failed = failure.of_blocks(self._push_blocks(send_meta))
+            self.failures.report(failed, **self._ids(push), rank=self.rank, peer=peer)
 
     def _ids(self, push: Push) -> dict[str, str]:
-        """Return what stands in logs for a push's request and transfer."""
+        """Return the names in the log of a push's request and transfer."""
         return {"request": self.logged(push.request), "transfer": self.logged(push.transfer)}
 
     def _push_blocks(self, send_meta: SendBlockMeta) -> Blocks:
         groups = send_meta.local_block_ids
-        return without_null(zip(self.group_ids, groups, strict=True)) if groups else ()
+        return blocks_of_groups(zip(self.group_ids, groups, strict=True)) if groups else ()
 
     async def fetch_finished_sending_reqs(self) -> set[str]:
         """Return what upstream counts as over on this rank, and report how each send ended.
@@ -373,5 +360,5 @@ class PushingWorker(MooncakeConnectorWorker):
             for push in [push for push in self._pushes.values() if push.request in finished]:
                 del self._pushes[push.transfer]
                 outcome = "expired" if push.request in waiting else "sent" if push.count else "released"
-                self.desk.tell(SentReport(push.request, push.transfer, self.rank, outcome, push.count, push.failure))
+                self.outbox.add(SentReport(push.request, push.transfer, self.rank, outcome, push.count, push.failure))
         return finished

@@ -1,7 +1,7 @@
-"""The scheduler half of the P/D connector: plans with upstream, keeps the books itself.
+"""The scheduler half of the P/D connector: plans with upstream, keeps the ledger itself.
 
-Each hook decides which events happen and records them; what vLLM is told about blocks follows from what was recorded.
-All that is known of sends and recvs stands in `books.state`; there is no second copy here.
+Each hook decides which events happen and records them; what vLLM hears about blocks follows from what was recorded.
+All that is known of sends and recvs is in `ledger.state`; there is no second copy here.
 
     hook (vLLM calls it)      side  when                                events it records
     ------------------------  ----  ----------------------------------  ---------------------------------------------
@@ -23,16 +23,16 @@ All that is known of sends and recvs stands in `books.state`; there is no second
                                                                         report_ignored
     has_pending_push_work     both  may the engine stop stepping?       none
 
-vLLM frees a request's blocks when it is told that the request has finished sending or receiving, once; told twice, or
-of a request that it does not know, it ends. So what it is told is taken from the books: a request is taken out of the
-workers' results when the books do not have it open, or still hold its blocks for another transfer.
+vLLM frees a request's blocks when a connector says that the request has finished sending or receiving. If that is said
+twice, or of a request that vLLM does not know, vLLM ends. So the ledger decides what is passed on: a request is taken
+out of the workers' results when the ledger does not have it open, or still holds its blocks for another transfer.
 
 This file may know vLLM's scheduler-side classes. It does no I/O and starts no thread.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
@@ -44,8 +44,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connector.pd.metadata import (
-    NO_FAILURE,
-    Failure,
     LateReport,
     LostReport,
     PDWorkerMetadata,
@@ -60,8 +58,9 @@ from connector.pd.metadata import (
     connect_timeout_s,
     hold_timeout_s,
 )
-from connector.runtime.requests import GroupIds, RequestObserver, generation_of, without_null
-from connector.runtime.runtime import Books
+from connector.runtime.failures import NO_FAILURE, Failure
+from connector.runtime.requests import GroupIds, RequestObserver, blocks_of_groups, generation_of
+from connector.runtime.runtime import LedgerRuntime
 from ledger import events as ev
 from ledger.blocks import Blocks, from_ranges, to_ranges
 from ledger.state.records import Recv, Send
@@ -73,25 +72,34 @@ T = TypeVar("T", Send, Recv)
 OfTransfer: TypeAlias = PeersReport | LostReport | PeerReport | PushReport | SentReport
 """A report of a transfer that should be open."""
 
+
+class Subject(TypedDict):
+    """What the events of a rank's report begin with."""
+
+    transfer: str
+    request: str
+    rank: int
+
+
 RECV_PARAMS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 """What `kv_transfer_params` must hold for a remote prefill."""
 
 
 class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
-    """Upstream's scheduler half with its books kept. Made by `adopt`, then given them by `open`."""
+    """Upstream's scheduler half with a ledger. Made by `rebase_class`, then given its ledger by `open`."""
 
-    books: Books
+    ledger: LedgerRuntime
 
-    def open(self, books: Books) -> None:
-        """Begin to keep `books`."""
-        self.books = books
-        self._book = books.state.book
-        self._name = books.name
+    def open(self, ledger: LedgerRuntime) -> None:
+        """Begin to record in `ledger`."""
+        self.ledger = ledger
+        self._book = ledger.state.book
+        self._name = ledger.name
         self._ranks = to_ranges(range(self.vllm_config.parallel_config.world_size))
         self._groups: tuple[int, ...] = tuple(self.kv_cache_config.transfer_group_ids)
         """The KV-cache group of each group that is transferred."""
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
-        self._requests = RequestObserver(books, sizes)
+        self._requests = RequestObserver(ledger, sizes)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -133,11 +141,11 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             del self._reqs_need_send[request.request_id]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what the workers shall do after this step, with every transfer in it booked."""
-        log = self.books.log
+        """Return what the workers are to do after this step, with every transfer in it recorded."""
+        log = self.ledger.log
         log.step += 1
-        if log.step >= self.books.next_watch_step:
-            self.books.watch()
+        if log.step >= self.ledger.next_watch_step:
+            self.ledger.watch()
         self._requests.step(scheduler_output)
         for request_id, (request, groups) in list(self._reqs_need_recv.items()):
             if not self._register_recv(request, self._by_group(groups)):
@@ -175,19 +183,19 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             return send.transfer == transfer  # it runs again after a preemption
         if any(other.transfer == transfer for other in self._book.sends.values()):
             why = "another request is being sent as this transfer; this one's blocks are not kept"
-            self.books.record(ev.ReportIgnored, what="send", why=why, transfer=transfer, request=name)
+            self.ledger.record(ev.ReportIgnored, what="send", why=why, transfer=transfer, request=name)
             return False
-        registered = self.books.record(
+        registered = self.ledger.record(
             ev.SendRegistered, transfer=transfer, request=name, generation=generation_of(request), ranks=self._ranks
         )
         return registered is not None
 
     def _end_send(self, request: Request, delays: bool) -> bool:
-        """Book that a request to be sent has ended. Return whether vLLM is to keep its blocks."""
+        """Record that a request to be sent has ended. Return whether vLLM is to keep its blocks."""
         name = self._name(request.request_id)
         if delays and self._register_send(request):
             planned = self._reqs_need_send[request.request_id][1]
-            ready = self.books.record(
+            ready = self.ledger.record(
                 ev.SendReady,
                 transfer=self._transfer(_transfer_of(request)),
                 request=name,
@@ -200,36 +208,42 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         unknown = self._reqs_need_send.pop(request.request_id, None) is not None
         send = self._book.sends.get(name)
         if send is None or unknown:
-            # Upstream would tell the workers to drop a transfer that they never heard of, or that is another request's.
+            # Upstream would have the workers drop a transfer that they do not know, or that is another request's.
             self._reqs_not_processed.discard(_transfer_of(request))
         if send is None:
             return False
         if send.phase == "registered":
-            self.books.record(ev.SendSettled, transfer=send.transfer, request=name, outcome="withdrawn")
+            self.ledger.record(ev.SendSettled, transfer=send.transfer, request=name, outcome="withdrawn")
         return False
 
     def _push_started(self, report: PushReport) -> None:
         if self._open(self._book.sends, report, "send") is not None:
-            self.books.record(ev.SendStarted, **self._named(report))
+            self.ledger.record(ev.SendStarted, **self._subject(report), peer=report.peer, address=report.address)
 
     def _rank_sent(self, report: SentReport) -> None:
         if self._open(self._book.sends, report, "send") is not None:
-            self.books.record(ev.RankSent, **self._named(report))
+            self.ledger.record(
+                ev.RankSent,
+                **self._subject(report),
+                outcome=report.outcome,
+                pushes=report.pushes,
+                **report.failure.fields(),
+            )
 
     def _finished_sending(self, request_id: str) -> bool:
-        """Book that vLLM counts a send as finished on all ranks. Return whether it may free the blocks."""
+        """Record that vLLM counts a send as finished on all ranks. Return whether it may free the blocks."""
         name = self._name(request_id)
         send = self._book.sends.get(name)
         if send is None:
-            self._ignore("send", "vLLM was told before that this request has been sent", request=name)
+            self._ignore("send", "vLLM had already been told that this request's KV was sent", request=name)
             return False
         about = {"transfer": send.transfer, "request": name}
         expired = [rank for rank, outcome in sorted(send.outcomes.items()) if outcome == "expired"]
         if expired:
-            over = self.books.record(ev.SendExpired, **about, expired_ranks=to_ranges(expired))
+            over = self.ledger.record(ev.SendExpired, **about, expired_ranks=to_ranges(expired))
         else:
             outcome = "sent" if "sent" in send.outcomes.values() else "released"
-            over = self.books.record(ev.SendSettled, **about, outcome=outcome)
+            over = self.ledger.record(ev.SendSettled, **about, outcome=outcome)
         return over is not None and not self._still_received(name)
 
     def _still_received(self, name: str) -> bool:
@@ -239,7 +253,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     # --- recvs: this engine is the decode ---------------------------------------------------------------------------
 
     def _register_recv(self, request: Request, blocks: Blocks) -> bool:
-        """Register a transfer that the workers will ask for. Return False if it cannot be told from an open one."""
+        """Register a transfer that the workers will ask for. Return False if an open one has the same name."""
         name, params = self._name(request.request_id), request.kv_transfer_params or {}
         transfer = self._transfer(_transfer_of(request))
         if name in self._book.recvs:
@@ -251,7 +265,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         self._requests.allocated(
             name, generation_of(request), [(group, from_ranges(ranges)) for group, ranges in blocks]
         )
-        registered = self.books.record(
+        registered = self.ledger.record(
             ev.RecvRegistered,
             transfer=transfer,
             request=name,
@@ -268,7 +282,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
     def _peers_named(self, report: PeersReport) -> None:
         recv = self._open(self._book.recvs, report, "recv")
         if recv is not None:
-            self.books.record(ev.PeersNamed, **self._named(report))
+            self.ledger.record(ev.PeersNamed, **self._subject(report), peers=report.peers, address=report.address)
 
     def _peer_lost(self, report: LostReport) -> None:
         recv = self._open(self._book.recvs, report, "recv")
@@ -280,32 +294,36 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         if recv is None:
             return
         name = self._name(report.request)
-        code = report.failure.code
+        failure = report.failure
         known = (report.rank, report.peer) in recv.waiting or (not report.peer and report.rank in recv.unnamed)
         if not known and any((rank, peer) == (report.rank, report.peer) for rank, peer, _ in recv.outcomes):
-            why = f"{report.peer or 'the search for peers'} had settled for this rank before"
-            self._ignore("recv", why, transfer=recv.transfer, request=name, rank=report.rank, code=str(code))
+            why = f"{report.peer or 'peer discovery'} had already settled for this rank"
+            self._ignore("recv", why, transfer=recv.transfer, request=name, rank=report.rank, code=str(failure.code))
             return
-        outcome = "failed" if code else "ok"
-        self.books.record(ev.PeerSettled, **self._named(report), outcome=outcome)
-        if code and not recv.failed:
+        outcome = "failed" if failure else "ok"
+        self.ledger.record(
+            ev.PeerSettled, **self._subject(report), peer=report.peer, outcome=outcome, **failure.fields()
+        )
+        if failure and not recv.failed:
             self._recv_failed(recv, report)
         if not recv.blocks and not recv.unnamed and not recv.waiting:
-            # Nobody waits for this one, so vLLM never asks for it and is never told.
+            # Nobody waits for this one, so vLLM neither asks for it nor hears of it.
             self._settle_recv(name, recv)
 
     def _recv_failed(self, recv: Recv, report: LostReport | PeerReport) -> None:
-        self.books.record(ev.RecvFailed, **self._named(report), blocks=recv.blocks)
+        self.ledger.record(
+            ev.RecvFailed, **self._subject(report), peer=report.peer, **report.failure.fields(), blocks=recv.blocks
+        )
         name = self._name(report.request)
         if recv.blocks and name not in self._book.requests:
             self._recovered(name, recv, "gone")
 
     def _finished_recving(self, request_id: str) -> bool:
-        """Book that vLLM counts a recv as finished on all ranks. Return whether it may use or free the blocks."""
+        """Record that vLLM counts a recv as finished on all ranks. Return whether it may use or free the blocks."""
         name = self._name(request_id)
         recv = self._book.recvs.get(name)
         if recv is None:
-            self._ignore("recv", "vLLM was told before that this request has received", request=name)
+            self._ignore("recv", "vLLM had already been told that this request's KV had arrived", request=name)
             return False
         if recv.failed and not recv.recovered:
             self._recovered(name, recv, "recomputed" if name in self._book.requests else "gone")
@@ -316,23 +334,23 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
 
     def _settle_recv(self, name: str, recv: Recv) -> bool:
         outcome = "failed" if recv.failed else "loaded" if recv.blocks else "released"
-        return self.books.record(ev.RecvSettled, transfer=recv.transfer, request=name, outcome=outcome) is not None
+        return self.ledger.record(ev.RecvSettled, transfer=recv.transfer, request=name, outcome=outcome) is not None
 
     def _recovered(self, name: str, recv: Recv, action: str) -> None:
-        self.books.record(
+        self.ledger.record(
             ev.RecvRecovered, transfer=recv.transfer, request=name, generation=recv.generation, action=action
         )
 
     # --- what the workers report ------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Book the reports of a step, and leave in vLLM's results what the books agree with."""
+        """Record the reports of a step, and leave in vLLM's results only what agrees with the ledger."""
         metadata = connector_output.kv_connector_worker_meta
         if not isinstance(metadata, PDWorkerMetadata):
             return
         for report in metadata.reports:
             self._take(report)
-        # Under vLLM's MultiConnector the results hold other connectors' requests too; those are none of ours.
+        # Under vLLM's MultiConnector the results hold other connectors' requests too; those are not ours.
         recved = metadata.recved.intersection(connector_output.finished_recving or ())
         sent = metadata.sent.intersection(connector_output.finished_sending or ())
         withheld = {request_id for request_id in sorted(recved) if not self._finished_recving(request_id)}
@@ -355,8 +373,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             case SentReport():
                 self._rank_sent(report)
             case LateReport():
-                fields = self._named(report)
-                self._ignore(fields.pop("what"), fields.pop("why"), **fields)
+                self._ignore(report.what, report.why, **self._subject(report), code=report.code)
 
     def _open(self, opened: Mapping[str, T], report: OfTransfer, what: str) -> T | None:
         """Return the open transfer that a report is of; None, and a record of it, if it is over."""
@@ -366,30 +383,30 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
         if found is not None and found.transfer == transfer:
             return found
         failure: Failure = getattr(report, "failure", NO_FAILURE)
-        why = "the transfer was over before"
+        why = "the transfer had already ended"
         self._ignore(what, why, transfer=transfer, request=name, rank=report.rank, code=str(failure.code))
         return None
 
-    def _ignore(self, what: str, why: str, **about: Any) -> None:
-        self.books.record(ev.ReportIgnored, what=what, why=why, **about)
+    def _ignore(self, what: str, why: str, *, transfer: str = "", request: str, rank: int = -1, code: str = "") -> None:
+        self.ledger.record(
+            ev.ReportIgnored, what=what, why=why, transfer=transfer, request=request, rank=rank, code=code
+        )
 
-    def _named(self, report: Report) -> dict[str, Any]:
-        """Return a report's fields as those of its event: ids by their names in the log, a failure by its parts."""
-        fields = report._asdict()
-        fields["request"] = self._name(report.request)
-        fields["transfer"] = self._transfer(report.transfer)
-        failure = fields.pop("failure", None)
-        if failure is not None:
-            fields.update({part: str(value) for part, value in failure._asdict().items()})
-        return fields
+    def _subject(self, report: Report) -> Subject:
+        """Return the fields that say whose report it is, with the names in the log for vLLM's ids."""
+        return {
+            "transfer": self._transfer(report.transfer),
+            "request": self._name(report.request),
+            "rank": report.rank,
+        }
 
     def _transfer(self, transfer: str) -> str:
-        """Return what stands in the log for a transfer id: routers make it of the request's own."""
+        """Return the name in the log of a transfer id: routers derive it from the request's own id."""
         return self._name(transfer) if transfer else ""
 
     def _by_group(self, groups: Sequence[list[int]]) -> Blocks:
         named: Iterable[GroupIds] = zip(self._groups, groups, strict=True) if groups else ()
-        return without_null(named)
+        return blocks_of_groups(named)
 
     def has_pending_push_work(self) -> bool:
         """Return True while a transfer is open: its reports need engine steps."""

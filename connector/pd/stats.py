@@ -76,7 +76,7 @@ class LedgerMooncakePromMetrics(KVConnectorPromMetrics):
         self._upstream: KVConnectorPromMetrics | None = None
         if UPSTREAM_METRICS is not None:
             self._upstream = UPSTREAM_METRICS(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # Not the names of the store connector's counters: under vLLM's MultiConnector both stand in one registry.
+        # Not the names of the store connector's counters: under vLLM's MultiConnector both are in one registry.
         self._failures: Any = self._counter_cls(
             name="vllm:kvledger_pd_failures_total",
             documentation="Failed pushes and pulls of KV cache, by stable error code and stage.",

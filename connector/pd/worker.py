@@ -3,14 +3,14 @@
     hook (vLLM calls it)                when             what it adds
     ----------------------------------  ---------------  ---------------------------------------------------------
     start_load_kv                       every step       the step that evidence is stamped with
-    get_finished, get_transfer_results  every step       what pulls and sends have come to, from the desk
-    get_block_ids_with_load_errors      every step       the blocks that may not be trusted, from the desk
+    get_finished, get_transfer_results  every step       how pulls and sends have ended, from the outbox
+    get_block_ids_with_load_errors      every step       the blocks that may not be trusted, from the outbox
     build_connector_worker_meta         every step       the reports of this rank
     get_kv_connector_stats              every step       failures by code and stage
     shutdown                            the worker ends  sends what evidence is left, ends the pulls and the listener
 
-The decode side is in `pd_pulling`, the prefill side in `pd_pushing`. Neither keeps books: a rank knows what it is
-doing now, and reports what came of it.
+The decode side is in `pull_worker`, the prefill side in `push_worker`. Neither keeps a ledger: a rank knows what it is
+doing now, and reports how it ended.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from connector.pd.metadata import PDWorkerMetadata, attached_step
-from connector.pd.outbox import Desk, Evidence
+from connector.pd.outbox import Evidence, PDOutbox
 from connector.pd.pull_worker import PullingWorker
 from connector.pd.push_worker import PushingWorker
 from connector.pd.stats import LedgerMooncakeStats
 from connector.runtime.evidence import EvidenceSender, evidence_address
-from connector.runtime.failures import FailureLog, open_failure_log
+from connector.runtime.failure_log import FailureLog, open_failure_log
 from connector.runtime.runtime import naming
 from ledger.settings import Settings
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("kvledger")
 
 
 class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker):
-    """Upstream's worker half, which settles everything and reports with ranks. Made by `adopt`, then given `open`."""
+    """Upstream's worker half, which settles every transfer. Made by `rebase_class`, then given `open`."""
 
     xfer_stats: LedgerMooncakeStats  # type: ignore[assignment]
 
@@ -48,7 +48,7 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         self.private = settings.hash_request_ids
         self.logged = naming(settings)
         self.group_ids = tuple(self.kv_cache_config.transfer_group_ids)
-        self.desk = Desk()
+        self.outbox = PDOutbox()
         sender: EvidenceSender | None = None
         if settings.evidence:
             address = evidence_address(vllm_config, connector, settings)
@@ -58,8 +58,8 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         open_failure_log(settings.failure_log)
         self.failures = FailureLog(str(transfer.engine_id) if transfer is not None else "")
         self.xfer_stats = LedgerMooncakeStats()
-        self._told_recved: set[str] = set()
-        self._told_sent: set[str] = set()
+        self._passed_on_recved: set[str] = set()
+        self._passed_on_sent: set[str] = set()
         self._ended = False
         self.open_pulling()
         self.open_pushing()
@@ -79,25 +79,25 @@ class LedgerMooncakeWorker(PullingWorker, PushingWorker, MooncakeConnectorWorker
         sent: set[str] = set()
         if not self.is_kv_consumer:
             sent = asyncio.run_coroutine_threadsafe(self.fetch_finished_sending_reqs(), self.sender_loop).result()
-        received, failed = self.desk.take_finished()
-        self._told_sent |= sent
-        self._told_recved |= received | failed
+        received, failed = self.outbox.take_finished()
+        self._passed_on_sent |= sent
+        self._passed_on_recved |= received | failed
         return KVConnectorTransferResults(
             finished_sending=sent,
             finished_recving=received | failed,
-            # With one group vLLM is told the blocks; with several, where their numbers are ambiguous, the requests.
+            # With one group vLLM gets the blocks. With several their numbers are ambiguous, so it gets the requests.
             failed_recving=failed if self._is_hma_required else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that may not be trusted, since the last call."""
-        return self.desk.take_invalid()
+        return self.outbox.take_invalid()
 
     def build_connector_worker_meta(self) -> PDWorkerMetadata | None:
         """Return this rank's reports since the last step, None if there are none."""
-        reports = self.desk.take_reports()
-        recved, self._told_recved = self._told_recved, set()
-        sent, self._told_sent = self._told_sent, set()
+        reports = self.outbox.take_reports()
+        recved, self._passed_on_recved = self._passed_on_recved, set()
+        sent, self._passed_on_sent = self._passed_on_sent, set()
         if not reports and not recved and not sent:
             return None
         return PDWorkerMetadata(reports, recved, sent)

@@ -1,7 +1,7 @@
-"""What of vLLM the connectors extend, and one clear error when the vLLM in use lacks some of it.
+"""The members of vLLM that the connectors extend, and one clear error when the vLLM in use lacks some of them.
 
-Supported are vLLM 0.32 and 0.33. A table instead of version numbers decides: a later version that still has all members
-works, and one that has not is refused at the start, by name, and not in the middle of a request.
+vLLM 0.32 and 0.33 are supported. A table decides, not the version number: a later version that still has all members
+works. One that lacks a member is refused when it starts, by name, and not in the middle of a request.
 """
 
 import importlib

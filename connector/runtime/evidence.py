@@ -1,4 +1,4 @@
-"""The way of evidence: from the workers straight to the engine process, over ZeroMQ, beside vLLM's own channels.
+"""Carries evidence from the workers straight to the engine process, over ZeroMQ, beside vLLM's own channels.
 
 A worker's transfer threads hand events to `EvidenceSender.emit`, which never blocks: a full queue costs the event, and
 the loss is counted and sent along, so that it becomes a `gap`. One thread of the sender owns the socket. In the engine
@@ -43,8 +43,8 @@ POLL_MS = 100
 class EvidenceBatch(msgspec.Struct, frozen=True, array_like=True):
     """One message.
 
-    Of which engine it is, who sends, how many events were lost since the last one, the events, and whether it is the
-    last one.
+    It names the engine and the sender, and carries the number of events lost since the last message, the events, and
+    whether this is the last message.
     """
 
     engine: str
@@ -59,7 +59,7 @@ class EvidenceAddress(NamedTuple):
 
     Attributes:
         place: the ZeroMQ address that the engine process binds and its workers connect to.
-        engine: the engine, in an operator's words. What another one sends to this place is not taken.
+        engine: the engine, in an operator's words. What another engine sends to this place is rejected.
     """
 
     place: str
@@ -106,7 +106,7 @@ class EvidenceSender:
 
     Args:
         address: where the engine process takes evidence.
-        origin: this worker, as it stands in events: `rank <n>`.
+        origin: this worker, as events name it: `rank <n>`.
         limit_events: events that may wait to be sent.
     """
 
@@ -213,7 +213,7 @@ class EvidenceReceiver:
     def start(self) -> None:
         """Bind the address and begin to receive.
 
-        An address that cannot be bound costs the evidence, not the engine: it is said once and recorded as a gap.
+        If the address cannot be bound, evidence is lost and the engine runs on: one error line, and a gap in the log.
         """
         place = self._address.place
         try:
@@ -222,7 +222,7 @@ class EvidenceReceiver:
             self._socket.close(0)
             self._log.lose("workers", 0, f"evidence cannot be received at {place}: {error}")
             logger.error(  # noqa: TRY400 - one line, without a traceback
-                "kvledger: evidence cannot be received at %s (%s). The books are kept, but calls to the store are not "
+                "kvledger: evidence cannot be received at %s (%s). The ledger is kept, but calls to the store are not "
                 "recorded. Set evidence_address to an address that is free.",
                 place,
                 error,
@@ -280,7 +280,7 @@ class EvidenceReceiver:
                 self._heard.notify_all()
 
     def _refuse(self, batch: EvidenceBatch) -> None:
-        """Say once that another engine's evidence comes here. Taken for this one's, it would tell of calls never made.
+        """Log once that another engine's evidence comes here. Appended to this log, it would show calls never made.
 
         Its goodbyes do not count either: this engine runs on.
         """

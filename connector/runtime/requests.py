@@ -1,4 +1,4 @@
-"""What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, and given blocks that are named.
+"""What vLLM does to requests, as events: queued, scheduled, preempted, resumed, ended, or given blocks in use.
 
 A scheduler half passes vLLM's hooks on to `RequestObserver`, which records what is new in them. It may know vLLM's
 requests and scheduler output; of jobs, loads and transfers it knows only which blocks they name.
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from connector.runtime.runtime import Books
+from connector.runtime.runtime import LedgerRuntime
 from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, Blocks, by_group, expand, from_ranges
 
@@ -21,19 +21,19 @@ class RequestObserver:
     """Records what vLLM does to requests.
 
     Args:
-        books: where it is recorded.
+        ledger: where it is recorded.
         block_sizes: tokens in a block, by KV-cache group.
     """
 
-    def __init__(self, books: Books, block_sizes: Sequence[int]) -> None:
-        self._books = books
-        self._book = books.state.book
-        self._name = books.name
+    def __init__(self, ledger: LedgerRuntime, block_sizes: Sequence[int]) -> None:
+        self._ledger = ledger
+        self._book = ledger.state.book
+        self._name = ledger.name
         self._block_sizes = tuple(block_sizes)
 
     def queued(self, request: Request) -> None:
         """Record that a request waits."""
-        self._books.record(
+        self._ledger.record(
             ev.RequestQueued,
             request=self._name(request.request_id),
             generation=generation_of(request),
@@ -47,10 +47,10 @@ class RequestObserver:
         if request.status == RequestStatus.FINISHED_ABORTED:
             record = self._book.requests.get(name)
             was = record.state if record is not None else "unknown"
-            self._books.record(ev.RequestAborted, request=name, generation=generation, was=was)
+            self._ledger.record(ev.RequestAborted, request=name, generation=generation, was=was)
         else:
             reason = request.status.name.removeprefix("FINISHED_").lower()
-            self._books.record(ev.RequestFinished, request=name, generation=generation, reason=reason)
+            self._ledger.record(ev.RequestFinished, request=name, generation=generation, reason=reason)
 
     def released(self, request: Request, groups: Iterable[GroupIds]) -> None:
         """Record those blocks that a request gave up while open work names them.
@@ -66,7 +66,7 @@ class RequestObserver:
             self._note(ev.BlocksReleased, self._name(request.request_id), generation_of(request), named)
 
     def seen(self, request: Request) -> None:
-        """Record a preemption that vLLM has not told of yet: it does so at the end of the step only."""
+        """Record a preemption that vLLM has not reported yet: it reports them only at the end of the step."""
         name = self._name(request.request_id)
         record = self._book.requests.get(name)
         if record is not None and record.generation < generation_of(request):
@@ -124,7 +124,7 @@ class RequestObserver:
             if job.request == name and job.generation == generation:
                 for group, ranges in job.blocks:
                     held.setdefault(group, {}).update(dict.fromkeys(from_ranges(ranges)))
-        self._books.record(ev.RequestPreempted, request=name, generation=generation)
+        self._ledger.record(ev.RequestPreempted, request=name, generation=generation)
         self._note(ev.BlocksReleased, name, generation, [(group, list(ids)) for group, ids in held.items()])
 
     def _running(self, name: str, computed_tokens: int, scheduled_tokens: int, block_ids: Sequence[list[int]]) -> None:
@@ -132,7 +132,7 @@ class RequestObserver:
         generation = record.generation if record is not None else 1
         fresh = ((group, ids[computed_tokens // self._block_sizes[group] :]) for group, ids in enumerate(block_ids))
         self.allocated(name, generation, fresh)
-        self._books.record(
+        self._ledger.record(
             ev.RequestScheduled if generation == 1 else ev.RequestResumed,
             request=name,
             generation=generation,
@@ -141,7 +141,7 @@ class RequestObserver:
         )
 
     def _named(self, groups: Iterable[GroupIds]) -> list[GroupIds]:
-        named = self._books.state.named
+        named = self._ledger.state.named
         return [(group, found) for group, ids in groups if (found := named(group, ids))]
 
     def _note(
@@ -149,7 +149,7 @@ class RequestObserver:
     ) -> None:
         blocks = by_group(groups)
         if blocks:
-            self._books.record(kind, request=name, generation=generation, blocks=blocks)
+            self._ledger.record(kind, request=name, generation=generation, blocks=blocks)
 
 
 def generation_of(request: Request) -> int:
@@ -157,6 +157,11 @@ def generation_of(request: Request) -> int:
     return request.num_preemptions + 1
 
 
-def without_null(groups: Iterable[GroupIds]) -> Blocks:
+def without_null(ids: list[int]) -> list[int]:
+    """Return block numbers without vLLM's placeholder block."""
+    return [block for block in ids if block != NULL_BLOCK] if NULL_BLOCK in ids else ids
+
+
+def blocks_of_groups(groups: Iterable[GroupIds]) -> Blocks:
     """Return `groups` as `Blocks`, without vLLM's placeholder block."""
-    return by_group((group, [block for block in ids if block != NULL_BLOCK]) for group, ids in groups)
+    return by_group((group, without_null(ids)) for group, ids in groups)

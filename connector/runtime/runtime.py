@@ -1,10 +1,10 @@
-"""The books of one engine, as a connector's scheduler half uses them.
+"""The ledger of one engine, as a connector's scheduler half uses it.
 
-They hold the log, the state, the writer and the way of evidence, and know what to do when a rule is broken.
+It holds the log, the state, the writer and the receiver of evidence, and decides what happens when a rule is broken.
 
-`record` is how events come into being. It is called on the engine's thread, so it does no I/O and waits for nobody; the
-one exception it raises by intent is `InvariantViolation`, when the setting says that broken books end the engine. This
-file may know vLLM's configuration; it knows no scheduler, no worker and no Mooncake.
+Every event of the scheduler is made by `record`. It is called on the engine's thread, so it does no I/O and waits for
+nobody. The one exception it raises on purpose is `InvariantViolation`, when the setting says that a broken rule ends
+the engine. This file may know vLLM's configuration; it knows no scheduler, no worker and no Mooncake.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from connector.runtime.compat import version_of
 from connector.runtime.evidence import EvidenceReceiver, evidence_address
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvledger")
 
 E = TypeVar("E", bound=ev.Event)
+P = ParamSpec("P")
+
+Recordable: TypeAlias = Callable[Concatenate[int, int, int, str, int, P], E]
+"""The class of an event, as a type checker sees it: what makes an event of its envelope and its own fields `P`."""
 
 WATCH_INTERVAL_STEPS = 64
 """Steps between two looks at the oldest open work: often enough for a limit in seconds, and free in between."""
@@ -51,7 +55,7 @@ CLOSE_TIMEOUT_S = 5.0
 """How long an engine's shutdown may wait for the disk."""
 
 
-class Books:
+class LedgerRuntime:
     """The ledger of one engine start.
 
     Args:
@@ -64,7 +68,7 @@ class Books:
         log: the log; use `record` to append.
         next_watch_step: the step from which on `watch` should be called.
         policy: vLLM's `kv_load_failure_policy`.
-        name: gives what stands in the log for a request id.
+        name: returns the name in the log of a request id.
     """
 
     def __init__(self, settings: Settings, opened: dict[str, Any], log: Log) -> None:
@@ -76,7 +80,7 @@ class Books:
         self._finishing = threading.Lock()
         self._finished = False
         self._closed = False
-        self._told: set[str] = set()
+        self._logged_rules: set[str] = set()
         self.next_watch_step = WATCH_INTERVAL_STEPS
         self._stall_suspect_ns = int(settings.stall_suspect_s * 1e9)
         self.policy: str = str(opened.get("policy", ""))
@@ -85,14 +89,19 @@ class Books:
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def record(self, kind: type[E], **fields: Any) -> E | None:
+    def record(self, kind: "Recordable[P, E]", *no_args: P.args, **fields: P.kwargs) -> E | None:
         """Append an event and return it, or None if the book refuses it and the setting is to quarantine.
+
+        Args:
+            kind: the event's class. The log adds the envelope.
+            no_args: none; a type checker asks for the name.
+            fields: the fields of that kind, which a type checker checks.
 
         Raises:
             InvariantViolation: the book refuses the event and `on_invariant_violation` is `raise`.
         """
         try:
-            return self.log.append(kind, **fields)
+            return self.log.append(kind, **fields)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType] - a class
         except Refused as refused:
             self.violated(refused, fields)
             return None
@@ -111,8 +120,8 @@ class Books:
         )
         if self.settings.on_invariant_violation == "raise":
             raise InvariantViolation(refused.rule, message)
-        if refused.rule not in self._told:
-            self._told.add(refused.rule)
+        if refused.rule not in self._logged_rules:
+            self._logged_rules.add(refused.rule)
             logger.critical("%s Serving goes on (on_invariant_violation=quarantine).", message)
 
     def watch(self) -> None:
@@ -220,10 +229,10 @@ class Books:
             self._writer.flush()
 
 
-def open_books(
+def open_ledger(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", connector: str, settings: Settings
-) -> Books:
-    """Create the audit log of this engine start and return its books.
+) -> LedgerRuntime:
+    """Create the audit log of this engine start and return the ledger that records in it.
 
     Raises:
         LedgerNotWritable: the log cannot be created at `ledger_path`.
@@ -242,16 +251,16 @@ def open_books(
         checkpoint_interval_events=settings.checkpoint_interval_events,
     )
     opened = log_opened_fields(vllm_config, kv_cache_config, connector, settings)
-    books = Books(settings, {"engine": engine, "boot": boot, **opened}, log)
+    ledger = LedgerRuntime(settings, {"engine": engine, "boot": boot, **opened}, log)
     path = log_path(Path(settings.ledger_path), engine, parallel.data_parallel_index, boot)
     receiver = None
     if settings.evidence:
         address = evidence_address(vllm_config, connector, settings)
-        receiver = EvidenceReceiver(log, address, parallel.world_size, books.finish)
+        receiver = EvidenceReceiver(log, address, parallel.world_size, ledger.finish)
     writer = Writer(log, path, flush_interval_ms=settings.flush_interval_ms, engine=engine, boot=boot)
-    books.start(writer, receiver)
+    ledger.start(writer, receiver)
     logger.info("kvledger: audit log of this engine: %s", path)
-    return books
+    return ledger
 
 
 def _check_failure_log(path: str) -> None:
@@ -294,14 +303,10 @@ def log_opened_fields(
 
 
 def hashed(request_id: str) -> str:
-    """Return what stands in the log for a request id when `hash_request_ids` is on: 16 hex digits of its SHA-256."""
+    """Return the name in the log of a request id when `hash_request_ids` is on: 16 hex digits of its SHA-256."""
     return hashlib.sha256(request_id.encode()).hexdigest()[:16]
-
-
-def _unchanged(request_id: str) -> str:
-    return request_id
 
 
 def naming(settings: Settings) -> Callable[[str], str]:
     """Return what gives the name in the log of a request id, or of a transfer id that a router made of one."""
-    return hashed if settings.hash_request_ids else _unchanged
+    return hashed if settings.hash_request_ids else str

@@ -1,7 +1,7 @@
-"""`KVLedgerStoreConnector`: a drop-in for vLLM's `MooncakeStoreConnector` that keeps its books in a ledger.
+"""`KVLedgerStoreConnector`: a drop-in for vLLM's `MooncakeStoreConnector` that records what it does in a ledger.
 
 The same configuration keys, plus kvledger's own (`ledger.settings`). This file is the facade: it builds upstream's
-halves, promotes them, and passes each hook of vLLM to the half that it belongs to.
+halves, makes them instances of our subclasses, and passes each hook of vLLM to the half that it belongs to.
 """
 
 # ruff: noqa: E402 - the check must come before the imports that it makes understandable
@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector impor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from connector.runtime.failures import LedgerStorePromMetrics, LedgerStoreStats
-from connector.runtime.rebase import adopt
-from connector.runtime.runtime import Books, open_books
+from connector.runtime.rebase import rebase_class
+from connector.runtime.runtime import LedgerRuntime, open_ledger
 from connector.store.scheduler import LedgerStoreScheduler
+from connector.store.stats import LedgerStorePromMetrics, LedgerStoreStats
 from connector.store.worker import LedgerStoreWorker
 from ledger import settings as ledger_settings
 from ledger.settings import Settings
@@ -47,18 +47,20 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if kv_cache_config is None:
             raise ValueError("kvledger needs the KV cache configuration; vLLM 0.32 and later pass it")
-        self.books: Books | None = None
+        self.ledger: LedgerRuntime | None = None
         if self.connector_scheduler is not None:
-            self.books = self._open_books(vllm_config, kv_cache_config, settings)
-            scheduler = adopt(self.connector_scheduler, LedgerStoreScheduler)
-            scheduler.open(self.books, kv_cache_config.num_blocks)
+            self.ledger = self._open_ledger(vllm_config, kv_cache_config, settings)
+            scheduler = rebase_class(self.connector_scheduler, LedgerStoreScheduler)
+            scheduler.open(self.ledger, kv_cache_config.num_blocks)
             self._shorten(scheduler)
         if self.connector_worker is not None:
-            worker = adopt(self.connector_worker, LedgerStoreWorker)
+            worker = rebase_class(self.connector_worker, LedgerStoreWorker)
             worker.open(vllm_config, NAME, settings, kv_cache_config.prefix_cacheable_group_ids)
 
-    def _open_books(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Books:
-        return open_books(vllm_config, kv_cache_config, NAME, settings)
+    def _open_ledger(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
+    ) -> LedgerRuntime:
+        return open_ledger(vllm_config, kv_cache_config, NAME, settings)
 
     def _shorten(self, scheduler: LedgerStoreScheduler) -> None:
         """Bind the hooks that vLLM calls in every step to the scheduler half, without a facade's frame in between."""
@@ -78,7 +80,7 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Book the end of a request; its blocks may be freed at once, since jobs hold references of their own."""
+        """Record the end of a request; its blocks may be freed at once, since jobs hold references of their own."""
         self._half.request_ended(request, block_ids)
         return super().request_finished_all_groups(request, block_ids)
 
@@ -101,9 +103,9 @@ class KVLedgerStoreConnector(MooncakeStoreConnector):
     def shutdown(self) -> None:
         """Release the store's handle and close the log. May be called more than once."""
         super().shutdown()
-        books = getattr(self, "books", None)
-        if books is not None:
-            books.close()
+        ledger = getattr(self, "ledger", None)
+        if ledger is not None:
+            ledger.close()
 
 
 def _no_events() -> tuple[KVCacheEvent, ...]:

@@ -5,13 +5,12 @@ keys, a fingerprint of the block's bytes. Trailer and block are one object, so t
 values are longer, their keys end in a mark of their own, and only instances that have integrity on see them.
 
     save   the fingerprint is taken when the job is registered, and again after the put. Two fingerprints that differ
-           mean that the block changed under the transfer: what was stored is not what was meant, and the key is
-    removed. load   another layout is VERSION_MISMATCH, another fingerprint CRC_MISMATCH, before any block counts as
-    loaded.
+           mean that the block changed under the transfer: what was stored is not what was meant, so the key is removed
+    load   another layout is VERSION_MISMATCH, another fingerprint CRC_MISMATCH, before any block counts as loaded
 
-A fingerprint is computed where the tensor lives; only its 8 bytes come to the host. It is made to find accidents (a
-block that was overwritten, a bit that fell), not forgery. This file knows torch and the store's calls, and nothing of
-scheduling.
+A fingerprint is computed where the tensor lives; only its 8 bytes are copied to the host. It is made to find accidents
+(a block that was overwritten, a bit that flipped), not forgery. This file knows torch and the store's calls, and
+nothing of scheduling.
 """
 
 import hashlib
@@ -23,8 +22,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from connector.store.loader import Answer, Reject, Target
-from ledger.codes import KVCacheErrorCode
+from connector.runtime.failures import Failure
+from connector.store.loader import Answer, Target
+from ledger.codes import KVCacheErrorCode, Stage
 
 FORMAT = 1
 """The version of the trailer. A value of another version is of another layout."""
@@ -191,7 +191,7 @@ def _unsigned(values: torch.Tensor) -> list[int]:
     return [int(value) & 0xFFFF_FFFF_FFFF_FFFF for value in values.cpu().numpy()]
 
 
-class Changed(NamedTuple):
+class ChangedBlock(NamedTuple):
     """A block that changed between the registration of its job and the end of the put.
 
     Attributes:
@@ -208,7 +208,7 @@ class Changed(NamedTuple):
     removed: int
 
 
-class Planned(NamedTuple):
+class PlannedPut(NamedTuple):
     """A key that a job will put: where its bytes are, and its layout by the number of its group."""
 
     key: str
@@ -249,15 +249,15 @@ class Guard:
         """Return the digest of the layout of a key's block."""
         return self._layouts[self._group_of(key)]
 
-    def take(self, blocks: Sequence[Planned]) -> "Taken":
+    def take(self, blocks: Sequence[PlannedPut]) -> "JobFingerprints":
         """Take fingerprints of those blocks that have one; queued on the device, and not waited for."""
         chosen = [block for block in blocks if self.chooses(block.key)]
         keys: list[str] = []
         parts: list[torch.Tensor] = []
-        for alike in _alike(chosen):
+        for alike in _by_sizes(chosen):
             keys.extend(block.key for block in alike)
             parts.append(self._fingerprints.of([block.addresses for block in alike], alike[0].sizes))
-        return Taken(keys, parts)
+        return JobFingerprints(keys, parts)
 
     def verify(self, targets: Sequence[Target], answers: Sequence[int], trailers: Sequence[bytes]) -> list[Answer]:
         """Compare what arrived with what its trailers say; return the answers, with a rejection where they differ."""
@@ -269,25 +269,30 @@ class Guard:
             trailer = Trailer.decode(raw)
             layout = self.layout_of(target.key)
             if trailer is None:
-                judged[index] = Reject(KVCacheErrorCode.VERSION_MISMATCH, f"no trailer of format {FORMAT}")
+                judged[index] = _rejected(KVCacheErrorCode.VERSION_MISMATCH, f"no trailer of format {FORMAT}")
             elif trailer.layout != layout or trailer.value_bytes != sum(target.sizes):
                 said = f"layout {trailer.layout.hex()[:16]}, expected {layout.hex()[:16]}"
-                judged[index] = Reject(KVCacheErrorCode.VERSION_MISMATCH, said)
+                judged[index] = _rejected(KVCacheErrorCode.VERSION_MISMATCH, said)
             elif trailer.fingerprint is not None and self.chooses(target.key):
                 to_compare.append((index, trailer.fingerprint))
-        blocks = [Planned(str(index), targets[index].addresses, targets[index].sizes) for index, _ in to_compare]
+        blocks = [PlannedPut(str(index), targets[index].addresses, targets[index].sizes) for index, _ in to_compare]
         stored = {str(index): fingerprint for index, fingerprint in to_compare}
-        for alike in _alike(blocks):
+        for alike in _by_sizes(blocks):
             found = self._fingerprints.of([block.addresses for block in alike], alike[0].sizes)
             for block, fingerprint in zip(alike, _unsigned(found), strict=True):
                 if fingerprint != stored[block.key]:
                     said = f"fingerprint {fingerprint:016x}, stored {stored[block.key]:016x}"
-                    judged[int(block.key)] = Reject(KVCacheErrorCode.CRC_MISMATCH, said)
+                    judged[int(block.key)] = _rejected(KVCacheErrorCode.CRC_MISMATCH, said)
         return judged
 
 
-class Taken:
-    """Fingerprints that were taken when a job was registered. They come to the host when they are first needed."""
+def _rejected(code: KVCacheErrorCode, raw: str) -> Failure:
+    """Return why a value that arrived may not be used."""
+    return Failure(code, raw, Stage.VERIFY)
+
+
+class JobFingerprints:
+    """Fingerprints that were taken when a job was registered, and are copied to the host when first needed."""
 
     def __init__(self, keys: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
         self._keys = keys
@@ -304,9 +309,9 @@ class Taken:
         return self._values
 
 
-def _alike(blocks: Iterable[Planned]) -> list[list[Planned]]:
+def _by_sizes(blocks: Iterable[PlannedPut]) -> list[list[PlannedPut]]:
     """Return blocks sorted into those with the same segment sizes."""
-    groups: dict[tuple[int, ...], list[Planned]] = {}
+    groups: dict[tuple[int, ...], list[PlannedPut]] = {}
     for block in blocks:
         groups.setdefault(tuple(block.sizes), []).append(block)
     return list(groups.values())
@@ -316,7 +321,7 @@ class _Thread(threading.local):
     """What a transfer thread has of its own."""
 
     slots: torch.Tensor | None = None
-    taken: Taken | None = None
+    taken: JobFingerprints | None = None
     trailers: list[bytes] | None = None
 
 
@@ -326,20 +331,20 @@ class GuardedStore:
     Args:
         store: the real store.
         guard: the worker's fingerprints.
-        on_changed: told of each block that changed under a put.
+        on_changed: called with each block that changed under a put.
     """
 
-    def __init__(self, store: Any, guard: Guard, on_changed: Callable[[Changed], None]) -> None:
+    def __init__(self, store: Any, guard: Guard, on_changed: Callable[[ChangedBlock], None]) -> None:
         self._store = store
         self._guard = guard
         self._on_changed = on_changed
         self._mine = _Thread()
 
     def __getattr__(self, name: str) -> Any:
-        """Give everything else of the real store."""
+        """Return any other attribute of the real store."""
         return getattr(self._store, name)
 
-    def use(self, taken: Taken | None) -> None:
+    def use(self, taken: JobFingerprints | None) -> None:
         """Let the puts of this thread carry these fingerprints from now on."""
         self._mine.taken = taken
 
@@ -400,7 +405,7 @@ class GuardedStore:
             *self._with_slots(slots, keys, addrs, sizes), *args
         )
         stored = [
-            Planned(key, addr, size)
+            PlannedPut(key, addr, size)
             for key, addr, size, result in zip(keys, addrs, sizes, results, strict=True)
             if result >= 0 and key in known
         ]
@@ -408,7 +413,9 @@ class GuardedStore:
         for block in stored:
             if after[block.key] != known[block.key]:
                 removed = self.remove(block.key, force=True)
-                self._on_changed(Changed(block.key, block.addresses[0], known[block.key], after[block.key], removed))
+                self._on_changed(
+                    ChangedBlock(block.key, block.addresses[0], known[block.key], after[block.key], removed)
+                )
         return results
 
     def batch_get_into_multi_buffers(

@@ -42,7 +42,7 @@ class _SilentStore:
         raise _Asked(keys, addrs, sizes)
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, object]:
-        """Tell nothing of replicas: upstream logs their tiers, of a call that is not made here."""
+        """Return no replicas: upstream would log the tiers of a call that is not made here."""
         return {}
 
 
@@ -63,7 +63,7 @@ class _WatchedLayout:
         """Return what the layout returns."""
         addresses, sizes, blocks = self._layout.prepare_values(chunks, block_ids, shard_ids)
         for (start, end), block, address in zip(chunks, blocks, addresses, strict=True):
-            # Upstream keeps these lists as they are, in another order: the list itself tells which key it is for.
+            # Upstream keeps these lists as they are, in another order: the list itself identifies its key.
             self._seen[id(address)] = (self._group, block, start, end)
         return addresses, sizes, blocks
 
@@ -103,7 +103,7 @@ class LoadPlanner(KVCacheStoreRecvingThread):
             thread.block_size,
             thread.tp_rank,
             threading.Event(),
-            # Without a budget upstream asks for everything at once; `Loading` splits by the budget.
+            # Without a budget upstream asks for everything at once; `LoadPasses` splits by the budget.
             disk_offload_buffer_budget_bytes=None,
             request_queue=queue.Queue(),
             group_participates=thread.group_participates,

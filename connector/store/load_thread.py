@@ -1,11 +1,11 @@
 """The plugin's receive thread: upstream's thread, with the loads carried out by `loader`.
 
     a load comes in  -> planned by upstream (`load_planner`) -> first pass
-    a pass is over   -> done: reported to vLLM, to the books, to the failure log
+    a pass is over   -> done: reported to vLLM, to the ledger, to the failure log
                      -> due again later: given to `Retries`, and the thread takes the next load meanwhile
 
-Whatever happens, a load that was taken up ends in exactly one report: a request waits for remote KVs until then. This
-file knows upstream's receive thread and the store; it keeps no books.
+Whatever happens, a load that was taken up ends in exactly one report, because its request waits for remote KVs until
+then. This file knows upstream's receive thread and the store; it keeps no ledger.
 """
 
 import heapq
@@ -25,47 +25,39 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     _log_mooncake_load_tier_summary,  # pyright: ignore[reportPrivateUsage] - the same
 )
 
-from connector.runtime.failures import FailureLog
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.failures import Failure
 from connector.store.integrity import Guard
 from connector.store.load_planner import LoadPlanner
-from connector.store.loader import Answer, Limits, Loading, LoadResult, Reject, Target, get_from, run_pass
+from connector.store.loader import Answer, Limits, LoadPasses, LoadResult, Target, get_from, run_pass
 from connector.store.metadata import LoadReport
-from connector.store.recording_store import RecordingStore, Work, in_order
+from connector.store.recording_store import RecordingStore, StoreWork, in_order
 from ledger.codes import KVCacheErrorCode, Stage
-from ledger.events import BlockFailures
 from ledger.settings import Settings
 
 logger = logging.getLogger("kvledger")
 
 
-class Ticket:
-    """What the engine's thread and the receive threads share of a load, from its queuing to its answer.
+class RankLoad:
+    """This rank's part of a load, from the step that queues it to its report.
 
-    Attributes:
-        number: the load's id in the books, -1 if they know of none.
-        step: the engine step that queued the load.
-        cancelled: nobody waits for the load any more. Only ever set to True, so it needs no lock.
-    """
-
-    def __init__(self, number: int = -1, step: int = 0) -> None:
-        self.number = number
-        self.step = step
-        self.cancelled = False
-
-
-class RunningLoad:
-    """A load of this rank between its first pass and its report. It goes through upstream's queue like a request.
+    The engine's thread makes it, and may cancel it; a receive thread takes it up. Between two passes it goes through
+    upstream's queue in the place of its request.
 
     Attributes:
         req_id: the request, as vLLM knows it. Upstream's thread loop reads it when something raises.
-        name: the request, as the log knows it.
+        number: the load's id in the ledger, -1 if it has none.
+        step: the engine step that queued the load.
+        cancelled: nobody waits for the load any more. It is only ever set to True, so it needs no lock.
+        passes: what has been tried; None until a receive thread takes the load up.
     """
 
-    def __init__(self, req_id: str, name: str, ticket: Ticket, loading: Loading) -> None:
+    def __init__(self, req_id: str, number: int = -1, step: int = 0) -> None:
         self.req_id = req_id
-        self.name = name
-        self.ticket = ticket
-        self.loading = loading
+        self.number = number
+        self.step = step
+        self.cancelled = False
+        self.passes: LoadPasses | None = None
 
 
 class Retries(Protocol):
@@ -75,7 +67,7 @@ class Retries(Protocol):
         """Return the time, in seconds."""
         ...
 
-    def put_back(self, load: RunningLoad, due_s: float) -> None:
+    def put_back(self, load: RankLoad, due_s: float) -> None:
         """Give `load` to the receive threads at `due_s`; their queue counts it as unfinished all the while."""
         ...
 
@@ -97,7 +89,7 @@ class TimedRetries:
 
     def __init__(self, receive_queue: "queue.Queue[Any]") -> None:
         self._queue = receive_queue
-        self._waiting: list[tuple[float, int, RunningLoad]] = []
+        self._waiting: list[tuple[float, int, RankLoad]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -107,7 +99,7 @@ class TimedRetries:
         """Return the monotonic clock, in seconds."""
         return time.monotonic()
 
-    def put_back(self, load: RunningLoad, due_s: float) -> None:
+    def put_back(self, load: RankLoad, due_s: float) -> None:
         """Give `load` to the receive threads at `due_s`."""
         with self._changed:
             if self._thread is None:
@@ -115,15 +107,15 @@ class TimedRetries:
                 thread.start()
                 self._thread = thread
             if self._closed:
-                load.ticket.cancelled = True
-            heapq.heappush(self._waiting, (0.0 if load.ticket.cancelled else due_s, next(self._order), load))
+                load.cancelled = True
+            heapq.heappush(self._waiting, (0.0 if load.cancelled else due_s, next(self._order), load))
             self._changed.notify()
 
     def bring_cancelled(self) -> None:
         """Bring back at once the loads that were cancelled."""
         with self._changed:
             for index, (_, order, load) in enumerate(self._waiting):
-                if load.ticket.cancelled:
+                if load.cancelled:
                     self._waiting[index] = (0.0, order, load)
             heapq.heapify(self._waiting)
             self._changed.notify()
@@ -133,7 +125,7 @@ class TimedRetries:
         with self._changed:
             self._closed = True
             for _, _, load in self._waiting:
-                load.ticket.cancelled = True
+                load.cancelled = True
         self.bring_cancelled()
 
     def _run(self) -> None:
@@ -151,15 +143,15 @@ class TimedRetries:
                 self._queue.task_done()  # of the time before: until here the load counted as unfinished
 
 
-class Loader(NamedTuple):
+class RecvSetup(NamedTuple):
     """What the receive threads of a worker share.
 
     Attributes:
         rank: this worker's rank.
         kv_groups: the KV-cache group of each group that the store knows.
         limits: what a load may cost.
-        name: gives what stands in the log for a request id.
-        report: takes a request and the report of its load, for the books.
+        name: returns the name in the log of a request id.
+        report: takes a request and the report of its load, for the ledger.
         failures: takes failures for operators.
         retries: brings loads back.
         guard: compares what arrived with its fingerprints; None if integrity is off.
@@ -190,55 +182,59 @@ def limits_of(settings: Settings, thread: KVCacheStoreRecvingThread) -> Limits:
 MISFIT = frozenset({-600, -800})
 """What Mooncake 0.3.13 answers when a value is longer (INVALID_PARAMS) or shorter (TRANSFER_FAIL) than its buffers."""
 
-CANCELLED = Reject(KVCacheErrorCode.CANCELLED, "nobody waits for the load any more", Stage.STORE_GET)
+RAISED = "kvledger: the load of request %s raised outside of the store"
+"""Nothing of the store's is raised. The request must not wait for ever for a fault of ours or of upstream's."""
+
+CANCELLED = Failure(KVCacheErrorCode.CANCELLED, "nobody waits for the load any more", Stage.STORE_GET)
 
 
 class LedgerRecvingThread(KVCacheStoreRecvingThread):
-    """Upstream's load thread, loading with `loader`. Made by `adopt`, then given `open`."""
+    """Upstream's load thread, loading with `loader`. Made by `rebase_class`, then given `open`."""
 
     store: RecordingStore
 
-    def open(self, loader: Loader) -> None:
-        """Begin to load as `loader` says."""
-        self._loader = loader
-        self._planner = LoadPlanner(self, loader.kv_groups)
+    def open(self, setup: RecvSetup) -> None:
+        """Begin to load as `setup` says."""
+        self._setup = setup
+        self._planner = LoadPlanner(self, setup.kv_groups)
 
-    def _handle_request(self, req_meta: ReqMeta | RunningLoad) -> None:
-        load = req_meta if isinstance(req_meta, RunningLoad) else None
+    def _handle_request(self, req_meta: ReqMeta | RankLoad) -> None:
+        load = req_meta if isinstance(req_meta, RankLoad) else self._take_up(req_meta)
+        passes = load.passes
+        if passes is None:
+            raise RuntimeError(f"the load of request {load.req_id} came back before it was taken up")
         try:
-            if load is None:
-                load = self._take_up(req_meta)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-            if load.ticket.cancelled:
-                load.loading.abandon(CANCELLED)
-            elif not load.loading.done:
-                with self.store.working(Work(load.name, load=load.ticket.number)):
-                    run_pass(load.loading, self._get, self._loader.retries.now_s)
-            due_s = load.loading.due_s
+            if load.cancelled:
+                passes.abandon(CANCELLED)
+            elif not passes.done:
+                with self.store.working(StoreWork(self._setup.name(load.req_id), load=load.number)):
+                    run_pass(passes, self._get, self._setup.retries.now_s)
+            due_s = passes.due_s
             if due_s is not None:
-                self._loader.retries.put_back(load, due_s)
+                self._setup.retries.put_back(load, due_s)
                 return
         except Exception as error:
-            # Nothing of the store's gets here. The request must not wait for ever for a fault of ours or of upstream's.
-            logger.exception("kvledger: the load of request %s raised outside of the store", req_meta.req_id)
-            load = load or self._unplanned(req_meta)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-            load.loading.abandon(error)
-        self._answer(load)
+            logger.exception(RAISED, load.req_id)
+            passes.abandon(Failure.of(error, Stage.STORE_GET))
+        self._answer(load, passes)
 
     # --- beginning --------------------------------------------------------------------------------------------------
 
-    def _take_up(self, req_meta: ReqMeta) -> RunningLoad:
-        return self._running(req_meta, self._planner.plan(req_meta))
+    def _take_up(self, req_meta: ReqMeta) -> RankLoad:
+        """Return the load that a request of upstream's queue asks for, planned by upstream."""
+        load: RankLoad = getattr(req_meta, "kvledger_load", None) or RankLoad(req_meta.req_id)
+        try:
+            load.passes = self._passes(req_meta, self._planner.plan(req_meta))
+        except Exception as error:
+            load.passes = self._passes(req_meta, self._planner.unplanned(req_meta))
+            logger.exception(RAISED, req_meta.req_id)
+            load.passes.abandon(Failure.of(error, Stage.STORE_GET))
+        return load
 
-    def _unplanned(self, req_meta: ReqMeta) -> RunningLoad:
-        return self._running(req_meta, self._planner.unplanned(req_meta))
-
-    def _running(self, req_meta: ReqMeta, targets: Sequence[Target]) -> RunningLoad:
+    def _passes(self, req_meta: ReqMeta, targets: Sequence[Target]) -> LoadPasses:
         spec = req_meta.load_spec
         first_token = spec.vllm_cached_tokens if spec is not None else 0
-        loader = self._loader
-        loading = Loading(targets, first_token, loader.limits, loader.retries.now_s())
-        ticket = getattr(req_meta, "kvledger_load", None) or Ticket()
-        return RunningLoad(req_meta.req_id, loader.name(req_meta.req_id), ticket, loading)
+        return LoadPasses(targets, first_token, self._setup.limits, self._setup.retries.now_s())
 
     # --- one call to the store --------------------------------------------------------------------------------------
 
@@ -265,7 +261,7 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
         if tiers is not None:
             work = self.store.work
             _log_mooncake_load_tier_summary(work.request if work is not None else "", keys, list(answers), tiers)
-        guard = self._loader.guard
+        guard = self._setup.guard
         judged = answers if guard is None else guard.verify(targets, answers, self.store.take_trailers())
         return judged if failed_keys == 0 else self._with_sizes(targets, judged)
 
@@ -277,7 +273,7 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
                 found, expected = self._size_of(targets[index].key), sum(targets[index].sizes)
                 if found >= 0 and found != expected:
                     raw = f"{answer}: the value has {found} bytes, the block {expected}"
-                    explained[index] = Reject(KVCacheErrorCode.VERSION_MISMATCH, raw, Stage.STORE_GET)
+                    explained[index] = Failure(KVCacheErrorCode.VERSION_MISMATCH, raw, Stage.STORE_GET)
         return explained
 
     def _size_of(self, key: str) -> int:
@@ -288,55 +284,44 @@ class LedgerRecvingThread(KVCacheStoreRecvingThread):
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, load: RunningLoad) -> None:
-        """Report a load that is done: to operators, to the books, and to vLLM even if the others raise."""
+    def _answer(self, load: RankLoad, passes: LoadPasses) -> None:
+        """Report a load that is done: to operators, to the ledger, and to vLLM even if the others raise."""
         try:
-            result = load.loading.result()
+            result = passes.result()
+            by_blocks = not (self._is_hma_required or result.whole_request)
             if not result.loaded:
-                self._report_failures(load, result)
-            self._loader.failures.retried(result.retries)
-            if load.ticket.number >= 0:
-                self._loader.report(load.req_id, self._report(load, result))
+                self._report_failures(load, result, by_blocks)
+            self._setup.failures.retried(result.retries)
+            if load.number >= 0:
+                self._setup.report(load.req_id, self._report(load, result, by_blocks))
         finally:
             self.set_finished_request(load.req_id)
             self.request_queue.task_done()
 
-    def _report_failures(self, load: RunningLoad, result: LoadResult) -> None:
-        if self._is_hma_required or result.whole_request:
-            self.set_failed_request(load.req_id)
-        else:
+    def _report_failures(self, load: RankLoad, result: LoadResult, by_blocks: bool) -> None:
+        if by_blocks:
             self._add_load_error_block_ids([block for _, block in result.invalid])
-        rank = self._loader.rank
-        for group in result.by_code():
-            self._loader.failures.report(
-                group.error(load.name, load.ticket.number, rank),
-                failed_keys=group.keys,
+        else:
+            self.set_failed_request(load.req_id)
+        for failure in result.by_cause():
+            self._setup.failures.report(
+                failure,
+                request=self._setup.name(load.req_id),
+                load=load.number,
+                rank=self._setup.rank,
+                failed_keys=failure.keys,
                 retries=result.retries,
                 gave_up=result.gave_up,
                 invalid_blocks=len(result.invalid),
             )
 
-    def _report(self, load: RunningLoad, result: LoadResult) -> LoadReport:
-        rank = self._loader.rank
-        first = result.first
-        if first is None:
-            return LoadReport(load.ticket.number, rank, "loaded", retries=result.retries)
-        groups = result.by_code()
-        by_blocks = not (self._is_hma_required or result.whole_request)
+    def _report(self, load: RankLoad, result: LoadResult, by_blocks: bool) -> LoadReport:
         return LoadReport(
-            load.ticket.number,
-            rank,
-            "failed",
-            str(first.code),
-            first.raw,
-            str(first.stage),
-            first.exception,
-            result.failed_blocks,
-            len(result.failures),
-            tuple(
-                BlockFailures(str(each.code), each.raw, str(each.stage), each.blocks, each.keys, each.exception)
-                for each in groups
-            ),
+            load.number,
+            self._setup.rank,
+            "loaded" if result.loaded else "failed",
+            result.failure,
+            result.by_cause(),
             in_order(result.invalid) if by_blocks else (),
             result.retries,
         )

@@ -1,21 +1,23 @@
-"""Loads the blocks of one request from the store: all of them, or none that counts.
+"""Loads the blocks of one request from the store: all of them count, or none does.
 
 A load is tried in *passes*. A pass asks the store for every block that is still missing, batch after batch, also after
 a batch that failed. What failed for a reason that may pass is asked for again in a later pass, within a number of
 retries and a deadline. Between two passes nobody waits: the load says when it is due (`due_s`), and whoever drives it
 comes back then. At the end one `LoadResult` carries the outcome of every block, and which blocks may not be trusted.
 
-`Loading` is that logic, pure: no I/O and no clock, the driver passes the time in. The plugin's receive thread drives it
-with the real store and the monotonic clock, the simulator with a simulated store and virtual time, through the same
+`LoadPasses` is that logic, pure: no I/O and no clock; the caller passes the time in. The plugin's receive thread drives
+it with the real store and the monotonic clock, the simulator with a simulated store and virtual time, through the same
 `run_pass`. This file knows stable codes and block lists; it knows no vLLM, no torch and no Mooncake.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import msgspec
+
+from connector.runtime.failures import NO_FAILURE, Failure
 from ledger.blocks import Blocks, to_ranges
-from ledger.codes import CODES, KVCacheErrorCode, Stage, translate
-from ledger.errors import KVTransferError
+from ledger.codes import KVCacheErrorCode, Stage
 
 Rollback: TypeAlias = Literal["request", "suffix"]
 
@@ -64,66 +66,17 @@ MAX_BACKOFF_S = 5.0
 """A longer pause than this between two passes helps no request that somebody waits for."""
 
 
-class Failure(NamedTuple):
-    """A key that was not loaded.
-
-    Attributes:
-        target: what it was.
-        raw, exception: the raw error, and the type of the exception if there was one.
-        tries: how often the store was asked for it.
-    """
-
-    target: Target
-    code: KVCacheErrorCode
-    raw: str
-    stage: Stage
-    exception: str = ""
-    tries: int = 1
-
-
-class FailedBlocks(NamedTuple):
-    """The blocks of a load that failed in one way."""
-
-    code: KVCacheErrorCode
-    raw: str
-    stage: Stage
-    exception: str
-    blocks: Blocks
-    keys: int
-
-    def error(self, request: str, load: int, rank: int) -> KVTransferError:
-        """Return the failure as an exception for whoever has to be told."""
-        return KVTransferError(
-            code=self.code,
-            raw=self.raw,
-            stage=self.stage,
-            exception=self.exception,
-            request=request,
-            load=load,
-            rank=rank,
-            blocks=self.blocks,
-        )
-
-
-class Reject(NamedTuple):
-    """An answer in place of a number of bytes: the value arrived, and may not be used."""
-
-    code: KVCacheErrorCode
-    raw: str
-    stage: Stage = Stage.VERIFY
-
-
-Answer: TypeAlias = int | Reject
-"""What is known of one key after a call: the bytes that arrived, a negative code of the store, or a rejection."""
+Answer: TypeAlias = int | Failure
+"""The outcome of one key in a call: the bytes that arrived, a negative code of the store, or why they do not count."""
 
 
 class LoadResult(NamedTuple):
     """How a load ended.
 
     Attributes:
-        failures: every key that was not loaded, by position.
+        failed: every key that was not loaded, and why, by position.
         invalid: the blocks that may not be trusted, by position: none of them counts as loaded.
-        whole_request: whether vLLM has to be told of the request, because naming blocks would leave it with KV that was
+        whole_request: whether vLLM must get the request, because naming blocks would leave it with KV that was
             not loaded: with several groups, and where upstream left blocks of the range out.
         kept_tokens: the tokens of the request up to which its KV is proven: local ones, and loaded ones before the
             first failure if the rollback keeps them.
@@ -133,7 +86,7 @@ class LoadResult(NamedTuple):
         gave_up: why the last retryable failure was not tried again: `retries`, `deadline`, or empty.
     """
 
-    failures: tuple[Failure, ...]
+    failed: tuple[tuple[Target, Failure], ...]
     invalid: tuple[tuple[int, int], ...]
     whole_request: bool
     kept_tokens: int
@@ -145,37 +98,24 @@ class LoadResult(NamedTuple):
     @property
     def loaded(self) -> bool:
         """Whether all blocks arrived."""
-        return not self.failures
+        return not self.failed
 
     @property
-    def first(self) -> Failure | None:
-        """The failure that names the load's code: that of the first block in the request."""
-        return self.failures[0] if self.failures else None
+    def failure(self) -> Failure:
+        """All that failed, by the cause of the first block in the request; `NO_FAILURE` if all blocks arrived."""
+        if not self.failed:
+            return NO_FAILURE
+        _, first = self.failed[0]
+        return first.of_blocks(blocks_of(target for target, _ in self.failed), len(self.failed))
 
-    def by_code(self) -> tuple[FailedBlocks, ...]:
-        """Return every failed block, grouped by what failed; the group of the first block comes first."""
-        groups: dict[tuple[KVCacheErrorCode, str, Stage, str], list[Failure]] = {}
-        for failure in self.failures:
-            groups.setdefault((failure.code, failure.raw, failure.stage, failure.exception), []).append(failure)
+    def by_cause(self) -> tuple[Failure, ...]:
+        """Return a failure for each cause, with the blocks that failed so; that of the first block comes first."""
+        causes: dict[tuple[str, str, str, str], list[tuple[Target, Failure]]] = {}
+        for target, failure in self.failed:
+            causes.setdefault(failure.cause, []).append((target, failure))
         return tuple(
-            FailedBlocks(*how, blocks_of(failure.target for failure in failures), len(failures))
-            for how, failures in groups.items()
+            alike[0][1].of_blocks(blocks_of(target for target, _ in alike), len(alike)) for alike in causes.values()
         )
-
-    @property
-    def failed_blocks(self) -> Blocks:
-        """The blocks that were not loaded."""
-        return blocks_of(failure.target for failure in self.failures)
-
-    def error(self, request: str, load: int, rank: int) -> KVTransferError | None:
-        """Return the failure as an exception, by the code of the first failed block; None if there is none."""
-        first = self.first
-        if first is None:
-            return None
-        failed = FailedBlocks(
-            first.code, first.raw, first.stage, first.exception, self.failed_blocks, len(self.failures)
-        )
-        return failed.error(request, load, rank)
 
 
 def blocks_of(targets: Iterable[Target]) -> Blocks:
@@ -186,8 +126,8 @@ def blocks_of(targets: Iterable[Target]) -> Blocks:
     return tuple((group, to_ranges(blocks)) for group, blocks in groups.items())
 
 
-class Loading:
-    """A load in progress.
+class LoadPasses:
+    """The passes of one load.
 
     Args:
         targets: what to load, in any order.
@@ -226,7 +166,7 @@ class Loading:
         for index in self._missing:
             if limits.key_bytes and self.targets[index].staging_bytes > limits.key_bytes:
                 raw = f"{self.targets[index].staging_bytes} staging bytes, the buffer has {limits.key_bytes}"
-                self._failed[index] = self._failure(index, Reject(KVCacheErrorCode.KV_OOM, raw, Stage.STORE_GET))
+                self._fail(index, Failure(KVCacheErrorCode.KV_OOM, raw, Stage.STORE_GET))
             else:
                 asked.append(index)
         if not limits.batch_bytes:
@@ -248,36 +188,33 @@ class Loading:
     def answer(self, batch: Sequence[int], answers: Sequence[Answer] | BaseException) -> None:
         """Take the answer to one call: one item for each key, or the exception that the call raised."""
         if isinstance(answers, BaseException):
-            translated = translate(answers)
-            for index in batch:
-                self._failed[index] = Failure(
-                    self.targets[index],
-                    translated.code,
-                    translated.raw,
-                    Stage.STORE_GET,
-                    type(answers).__name__,
-                    self._tries,
-                )
+            self._fail_all(batch, Failure.of(answers, Stage.STORE_GET))
             return
         if len(answers) != len(batch):
-            reject = Reject(KVCacheErrorCode.UNKNOWN, f"{len(answers)} answers for {len(batch)} keys", Stage.STORE_GET)
-            answers = [reject] * len(batch)
+            raw = f"{len(answers)} answers for {len(batch)} keys"
+            self._fail_all(batch, Failure(KVCacheErrorCode.UNKNOWN, raw, Stage.STORE_GET))
+            return
         for index, answer in zip(batch, answers, strict=True):
             if answer == self._expected_bytes[index]:
                 self._failed.pop(index, None)
             else:
-                self._failed[index] = self._failure(index, answer)
+                self._fail(index, self._failure(index, answer))
+
+    def _fail_all(self, indexes: Iterable[int], failure: Failure) -> None:
+        for index in indexes:
+            self._fail(index, failure)
+
+    def _fail(self, index: int, failure: Failure) -> None:
+        self._failed[index] = msgspec.structs.replace(failure, tries=self._tries)
 
     def _failure(self, index: int, answer: Answer) -> Failure:
-        target = self.targets[index]
-        if isinstance(answer, Reject):
-            return Failure(target, answer.code, answer.raw, answer.stage, "", self._tries)
+        if isinstance(answer, Failure):
+            return answer
         if answer >= 0:
             # The store fills what there is and says how much: a value of another size was written under another layout.
             raw = f"{answer} bytes, expected {self._expected_bytes[index]}"
-            return Failure(target, KVCacheErrorCode.VERSION_MISMATCH, raw, Stage.STORE_GET, "", self._tries)
-        translated = translate(answer)
-        return Failure(target, translated.code, translated.raw, Stage.STORE_GET, "", self._tries)
+            return Failure(KVCacheErrorCode.VERSION_MISMATCH, raw, Stage.STORE_GET)
+        return Failure.of(answer, Stage.STORE_GET)
 
     def end_pass(self, now_s: float) -> None:
         """End a pass: decide whether there is another one, and when."""
@@ -295,28 +232,19 @@ class Loading:
 
     def _worth_retrying(self) -> list[int]:
         """Return what failed, may succeed, and would still count: behind a final failure nothing does."""
-        final = [failure for failure in self._failed.values() if not CODES[failure.code].retryable]
+        final = [index for index, failure in self._failed.items() if not failure.retryable]
         if final and not self._keeps_a_prefix:
             return []
-        end = min((failure.target.start_token for failure in final), default=None)
+        end = min((self.targets[index].start_token for index in final), default=None)
         return [
             index
             for index in sorted(self._failed)
-            if CODES[self._failed[index].code].retryable and (end is None or self.targets[index].start_token < end)
+            if self._failed[index].retryable and (end is None or self.targets[index].start_token < end)
         ]
 
-    def abandon(self, raw: int | BaseException | Reject, stage: Stage = Stage.STORE_GET) -> None:
-        """End the load now: what has not arrived has failed with `raw`, unless it had failed in another way before."""
-        if not isinstance(raw, Reject):
-            translated = translate(raw)
-            exception = type(raw).__name__ if isinstance(raw, BaseException) else ""
-        else:
-            translated, exception, stage = raw, "", raw.stage
-        for index in self._missing:
-            if index not in self._failed:
-                self._failed[index] = Failure(
-                    self.targets[index], translated.code, translated.raw, stage, exception, self._tries
-                )
+    def abandon(self, failure: Failure) -> None:
+        """End the load now: what has not arrived has failed with `failure`, unless it had failed otherwise before."""
+        self._fail_all((index for index in self._missing if index not in self._failed), failure)
         self._missing = []
         self.due_s = None
 
@@ -332,10 +260,10 @@ class Loading:
         if not self._failed:
             end_token = max((target.end_token for target in self.targets), default=self._first_token)
             return LoadResult((), (), False, end_token, len(self.targets), sum(self._expected_bytes), retries, "")
-        failures = tuple(sorted(self._failed.values(), key=lambda failure: _position(failure.target)))
+        failed = sorted(self._failed, key=lambda index: _position(self.targets[index]))
         kept_tokens = self._first_token
         if self._keeps_a_prefix:
-            kept_tokens = max(kept_tokens, failures[0].target.start_token)
+            kept_tokens = max(kept_tokens, self.targets[failed[0]].start_token)
         invalid = {
             (target.group, target.block): None
             for target in sorted(self.targets, key=_position)
@@ -343,7 +271,7 @@ class Loading:
         }
         arrived = sum(size for index, size in enumerate(self._expected_bytes) if index not in self._failed)
         return LoadResult(
-            failures,
+            tuple((self.targets[index], self._failed[index]) for index in failed),
             tuple(invalid),
             not self._by_block,
             kept_tokens,
@@ -357,7 +285,7 @@ class Loading:
 def _unbroken(targets: Sequence[Target], first_token: int) -> bool:
     """Whether `targets` are of one group and cover all tokens from `first_token` on.
 
-    Only then can vLLM be told of single blocks: it takes all before the first block named as computed, and blocks that
+    Only then can vLLM get single blocks: it takes all before the first block named as computed, and blocks that
     upstream left out (those outside a sliding window, say) were not.
     """
     if len({target.group for target in targets}) > 1:
@@ -378,22 +306,22 @@ Get: TypeAlias = Callable[[Sequence[Target]], Sequence[Answer]]
 """Makes one call to the store for some targets and returns an answer for each. Raising is an answer for all of them."""
 
 
-def run_pass(loading: Loading, get: Get, clock_s: Callable[[], float]) -> None:
+def run_pass(passes: LoadPasses, get: Get, clock_s: Callable[[], float]) -> None:
     """Carry out one pass of a load. Never raises for a failure of the store: failures are answers.
 
     Args:
-        loading: the load; it must be due.
+        passes: the load; it must be due.
         get: makes one call to the store.
         clock_s: the driver's clock, in seconds.
     """
-    for batch in loading.batches():
-        targets = [loading.targets[index] for index in batch]
+    for batch in passes.batches():
+        targets = [passes.targets[index] for index in batch]
         try:
             answers: Sequence[Answer] | BaseException = get(targets)
         except Exception as error:  # noqa: BLE001 - whatever a store raises is the outcome of these keys
             answers = error
-        loading.answer(batch, answers)
-    loading.end_pass(clock_s())
+        passes.answer(batch, answers)
+    passes.end_pass(clock_s())
 
 
 class Store(Protocol):
@@ -407,7 +335,7 @@ class Store(Protocol):
 
 
 def get_from(store: Store) -> "Callable[[Sequence[Target]], Sequence[int]]":
-    """Return a `Get` that asks a `MooncakeDistributedStore`, or what stands in for it."""
+    """Return a `Get` that asks a `MooncakeDistributedStore`, or a stand-in for it."""
 
     def get(targets: Sequence[Target]) -> Sequence[int]:
         return store.batch_get_into_multi_buffers(

@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler through vLLM's own worker metadata: which rank finished what, and how.
+"""What a worker reports to the scheduler through vLLM's own worker metadata: which rank finished what, and how.
 
 vLLM adds such metadata up over the ranks of a step. Upstream's counts lose who answered; here every report keeps its
 rank. This file knows vLLM's metadata class and nothing of how either side uses it.
@@ -10,34 +10,34 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata
 
+from connector.runtime.failures import NO_FAILURE, Failure
 from ledger.blocks import Blocks
-from ledger.events import BlockFailures
 
 
 class JobReport(NamedTuple):
-    """A rank reads a job's blocks no more. The fields are those of the `rank_completed` event."""
+    """A rank reads a job's blocks no more. See `rank_completed`."""
 
     job: int
     rank: int
     outcome: str
-    code: str = ""
-    raw: str = ""
-    exception: str = ""
+    failure: Failure = NO_FAILURE
 
 
 class LoadReport(NamedTuple):
-    """A rank writes into a load's blocks no more. The fields are those of the `rank_loaded` event."""
+    """A rank writes into a load's blocks no more. See `rank_loaded`.
+
+    Attributes:
+        failure: all that failed, by the cause of the first block in the request.
+        failures: the same by cause.
+        invalid: the blocks that vLLM was given as not loaded.
+        retries: passes after the first.
+    """
 
     load: int
     rank: int
     outcome: str
-    code: str = ""
-    raw: str = ""
-    stage: str = ""
-    exception: str = ""
-    blocks: Blocks = ()
-    failed_keys: int = 0
-    failures: tuple[BlockFailures, ...] = ()
+    failure: Failure = NO_FAILURE
+    failures: tuple[Failure, ...] = ()
     invalid: Blocks = ()
     retries: int = 0
 
@@ -69,7 +69,7 @@ class LedgerWorkerMetadata(MooncakeStoreWorkerMetadata):
 
 
 class StepBook(NamedTuple):
-    """What the scheduler's books tell the workers in a step.
+    """What the scheduler's ledger gives to the workers in a step.
 
     Attributes:
         step: the engine step.

@@ -1,7 +1,7 @@
 """A proxy of the Mooncake store that records each put and get as evidence, and remembers how the calls went.
 
 Upstream's transfer threads call the store; the proxy stands in its place, passes every call on unchanged, and notes
-keys, blocks, bytes, duration and raw codes. It adds no failure of its own: what it cannot describe it passes on
+keys, blocks, bytes, duration and raw codes. It adds no failure of its own: a call that it cannot describe goes through
 undescribed. It knows the store's calls and upstream's layouts, and nothing of scheduling.
 """
 
@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 
 from connector.runtime.evidence import EvidenceSender
-from connector.store.integrity import Changed, Guard, GuardedStore
+from connector.runtime.failures import NO_FAILURE, Failure
+from connector.store.integrity import ChangedBlock, Guard, GuardedStore
 from ledger import events as ev
 from ledger.blocks import Blocks, to_ranges
 from ledger.codes import KVCacheErrorCode, Stage, translate
@@ -27,23 +28,19 @@ from ledger.codes import KVCacheErrorCode, Stage, translate
 KEY_HASH_LENGTH = 16
 """Hex digits of a key's hash that are recorded.
 
-64 bits tell the keys of a store apart, and no prompt can be had from them.
+64 bits are enough to distinguish the keys of a store, and nobody can get a prompt from them.
 """
 
 MAX_FAILURES = 64
 """Failed keys that an event lists; it gives the number of all."""
 
 
-class Work:
+class StoreWork:
     """What a transfer thread is doing: a job or a load, and how its calls to the store went.
 
     Attributes:
-        puts, gets: how many such calls were made.
-        raw, code: of the first key or call that failed.
-        exception: the type of the first exception that a call raised.
-        stage: where it failed.
-        failed_keys: keys that failed in all calls.
-        failed_places: their `(group, block)`, where they are known.
+        lookups, puts, gets: how many such calls were made.
+        stage: where the first failure was, or where the next call would fail.
     """
 
     def __init__(self, request: str, *, job: int = -1, load: int = -1) -> None:
@@ -53,29 +50,37 @@ class Work:
         self.lookups = 0
         self.puts = 0
         self.gets = 0
-        self.failed_keys = 0
-        self.failed_places: list[tuple[int, int]] = []
-        self.raw = ""
-        self.code = ""
-        self.exception = ""
         self.stage = Stage.STORE_GET if load >= 0 else Stage.STORE_PUT
+        self._first = NO_FAILURE
+        self._failed_keys = 0
+        self._failed_places: dict[tuple[int, int], None] = {}
+
+    @property
+    def failed_blocks(self) -> tuple[Blocks, int]:
+        """The blocks that failed in all calls, as far as they are known, and how many keys."""
+        return in_order(list(self._failed_places)), self._failed_keys
+
+    @property
+    def failure(self) -> Failure:
+        """All that failed, by the cause of the first key or call that did; `NO_FAILURE` if nothing did."""
+        return self._first.of_blocks(*self.failed_blocks) if self._first else NO_FAILURE
 
     def rejected(self, code: KVCacheErrorCode, raw: str, places: Sequence[tuple[int, int]]) -> None:
         """Note that what was moved may not be used, although the store took it."""
-        self.failed_keys += len(places)
-        self.failed_places.extend(places)
-        if not self.code:
-            self.code, self.raw, self.stage = str(code), raw, Stage.VERIFY
+        self._count(len(places), places)
+        if not self._first:
+            self.stage = Stage.VERIFY
+            self._first = Failure(code, raw, self.stage)
 
     def failed(self, raw: int | BaseException, keys: int, places: Sequence[tuple[int, int]] = ()) -> None:
-        """Note a failure; the first one names the work's code."""
-        self.failed_keys += keys
-        self.failed_places.extend(places)
-        if not self.code:
-            translated = translate(raw)
-            self.raw, self.code = translated.raw, str(translated.code)
-            if isinstance(raw, BaseException):
-                self.exception = type(raw).__name__
+        """Note a failure."""
+        self._count(keys, places)
+        if not self._first:
+            self._first = Failure.of(raw, self.stage)
+
+    def _count(self, keys: int, places: Sequence[tuple[int, int]]) -> None:
+        self._failed_keys += keys
+        self._failed_places.update(dict.fromkeys(places))
 
 
 class BlockLocator:
@@ -121,7 +126,7 @@ class RecordingStore:
         self._current = threading.local()
 
     def __getattr__(self, name: str) -> Any:
-        """Give everything else of the real store."""
+        """Return any other attribute of the real store."""
         return getattr(self._store, name)
 
     def close(self) -> Any:
@@ -139,12 +144,12 @@ class RecordingStore:
         self._locator = locator
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> StoreWork | None:
         """The work of the calling thread, if it is in a `working` block."""
         return getattr(self._current, "work", None)
 
     @contextlib.contextmanager
-    def working(self, work: Work) -> Generator[Work]:
+    def working(self, work: StoreWork) -> Generator[StoreWork]:
         """Count and record the calls that this thread makes inside the block as `work`'s."""
         self._current.work = work
         try:
@@ -251,7 +256,7 @@ class RecordingStore:
         )
         return results
 
-    def _block_changed(self, changed: Changed) -> None:
+    def _block_changed(self, changed: ChangedBlock) -> None:
         """Record that a block changed under the put that the calling thread is making."""
         place = self._places([changed.key], [[changed.address]])[0]
         work = self.work
@@ -286,7 +291,7 @@ class RecordingStore:
 
 
 def key_hash(key: str) -> str:
-    """Return what stands in the log for a key of upstream's form: the first digits of its prefix hash."""
+    """Return the name in the log of a key of upstream's form: the first digits of its prefix hash."""
     return key.rsplit("@", 1)[-1][:KEY_HASH_LENGTH]
 
 

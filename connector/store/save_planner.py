@@ -13,14 +13,14 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import KVCacheStoreSendingThread
 
-from connector.store.integrity import Planned
+from connector.store.integrity import PlannedPut
 
 
 class _NotingStore:
     """Holds nothing, takes everything, and notes what it was given."""
 
     def __init__(self) -> None:
-        self.planned: list[Planned] = []
+        self.planned: list[PlannedPut] = []
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         """Answer that no key exists."""
@@ -30,7 +30,7 @@ class _NotingStore:
         self, keys: list[str], addrs: list[list[int]], sizes: list[list[int]], config: object
     ) -> list[int]:
         """Note what is put, and answer that all went well."""
-        self.planned.extend(map(Planned, keys, addrs, sizes))
+        self.planned.extend(map(PlannedPut, keys, addrs, sizes))
         return [0] * len(keys)
 
 
@@ -64,7 +64,7 @@ class SavePlanner(KVCacheStoreSendingThread):
         self._thread = thread
         self.request_queue: queue.Queue[Any] = queue.Queue()
 
-    def plan(self, req_meta: ReqMeta) -> list[Planned]:
+    def plan(self, req_meta: ReqMeta) -> list[PlannedPut]:
         """Return what the job of `req_meta` will put at most: what the store does not hold of it is put then."""
         self._noting.planned = []
         self._saved_offset = self._thread._saved_offset  # read: where the thread would resume

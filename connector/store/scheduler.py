@@ -1,7 +1,7 @@
-"""The scheduler half of the store connector: plans with upstream, keeps the books itself.
+"""The scheduler half of the store connector: plans with upstream, keeps the ledger itself.
 
 Each hook decides which events happen, records them, and acts on vLLM's block pool only from what was recorded. All that
-is known of jobs, pins, ranks and loads stands in `books.state`; there is no second copy here.
+is known of jobs, pins, ranks and loads is in `ledger.state`; there is no second copy here.
 
     hook (vLLM calls it)            when                                events it records
     ------------------------------  ----------------------------------  ---------------------------------------------
@@ -43,11 +43,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connector.runtime.requests import GroupIds, RequestObserver, generation_of
-from connector.runtime.runtime import Books
+from connector.runtime.requests import GroupIds, RequestObserver, generation_of, without_null
+from connector.runtime.runtime import LedgerRuntime
 from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attach
 from ledger import events as ev
-from ledger.blocks import NULL_BLOCK, Blocks, by_group, count, numbers, to_ranges
+from ledger.blocks import Blocks, by_group, count, numbers, to_ranges
 from ledger.state.records import Load, RequestRecord
 
 _NO_LOADS: dict[str, int] = {}
@@ -61,7 +61,7 @@ _NOBODY: frozenset[str] = frozenset()
 class _PlanningPool:
     """What upstream's code sees as the block pool: it may look blocks up, and its own references are not taken.
 
-    Upstream plans and pins in one function. The plan is wanted; the pin is recorded first and then taken by the books.
+    Upstream plans and pins in one function. The plan is wanted; the pin is recorded first and then taken by us.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -72,30 +72,30 @@ class _PlanningPool:
 
 
 class _NoPins(dict[int, tuple[list[int], int]]):
-    """Upstream's own ledger of pins, which stays empty: the books are the ledger."""
+    """Upstream's own ledger of pins, which stays empty: ours is the ledger."""
 
     def __setitem__(self, job: int, pins: tuple[list[int], int]) -> None:
         """Keep nothing."""
 
 
 class LedgerStoreScheduler(MooncakeStoreScheduler):
-    """Upstream's scheduler half with its bookkeeping replaced. Made by `adopt`, then given its books by `open`."""
+    """Upstream's scheduler half with our bookkeeping. Made by `rebase_class`, then given its ledger by `open`."""
 
-    books: Books
+    ledger: LedgerRuntime
 
-    def open(self, books: Books, num_blocks: int) -> None:
-        """Begin to keep `books`, for a pool of `num_blocks` blocks."""
-        self.books = books
-        self._log = books.log
-        self._name = books.name
-        self._book = books.state.book
+    def open(self, ledger: LedgerRuntime, num_blocks: int) -> None:
+        """Begin to record in `ledger`, for a pool of `num_blocks` blocks."""
+        self.ledger = ledger
+        self._log = ledger.log
+        self._name = ledger.name
+        self._book = ledger.state.book
         self._pool: BlockPool | None = None
         self._ranks = to_ranges(range(self._num_workers))
         self._kv_groups: tuple[int, ...] = tuple(self._store_group_ids)
         """The KV-cache group of each group that the store knows."""
         self._block_sizes = tuple(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
-        self._requests = RequestObserver(books, self._block_sizes)
-        settings = books.settings
+        self._requests = RequestObserver(ledger, self._block_sizes)
+        settings = ledger.settings
         self._max_cycles = settings.load_max_cycles or (1 << 62)
         self._max_jobs = settings.max_inflight_store_jobs or (1 << 62)
         self._max_pinned_blocks = int(settings.max_pinned_fraction * (num_blocks - 1))
@@ -104,7 +104,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
 
     @property
     def _next_store_job_id(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.books.state.book.next_job
+        return self.ledger.state.book.next_job
 
     @_next_store_job_id.setter
     def _next_store_job_id(self, value: int) -> None:
@@ -145,7 +145,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             if instead is not None:
                 return instead
         if hit_tokens is not None and record.looked_up != (hit_tokens, num_computed_tokens) and self.enable_lookup:
-            self.books.record(
+            self.ledger.record(
                 ev.LookupAnswered,
                 request=self._name(request.request_id),
                 generation=generation_of(request),
@@ -165,22 +165,30 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         is "not known yet", which makes vLLM put it back among those that hold nothing, and a hit that found no room is
         not given again.
         """
-        about = {
-            "request": self._name(request.request_id),
-            "generation": generation_of(request),
-            "hit_tokens": hit_tokens,
-            "local_tokens": local_tokens,
-        }
+        name, generation = self._name(request.request_id), generation_of(request)
         if not record.after_failure:
             self.load_specs.pop(request.request_id, None)
-            self.books.record(ev.LookupDeferred, **about)
+            self.ledger.record(
+                ev.LookupDeferred,
+                request=name,
+                generation=generation,
+                hit_tokens=hit_tokens,
+                local_tokens=local_tokens,
+            )
             return None, False
         failures = record.failed_loads.get(local_tokens + hit_tokens, 0)
         if failures < self._max_cycles and record.after_failure == "deferred":
             return None
         self.load_specs.pop(request.request_id, None)
         if record.looked_up != (0, local_tokens):
-            self.books.record(ev.LookupSuppressed, failures=failures, **about)
+            self.ledger.record(
+                ev.LookupSuppressed,
+                request=name,
+                generation=generation,
+                hit_tokens=hit_tokens,
+                failures=failures,
+                local_tokens=local_tokens,
+            )
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -194,12 +202,12 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             return
         table = self._unfinished_requests[request.request_id][1]
         targets = [
-            (group, _without_null(ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]))
+            (group, without_null(ids[spec.vllm_cached_tokens // size : -(-spec.kvpool_cached_tokens // size)]))
             for group, ids in zip(self._kv_groups, table, strict=True)
             for size in (self._block_sizes[group],)
         ]
         self._requests.allocated(name, generation, targets)
-        self.books.record(
+        self.ledger.record(
             ev.LoadPlanned,
             load=self._book.next_load,
             request=name,
@@ -212,27 +220,27 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what the workers shall do after this step, with every job and load in it booked."""
+        """Return what the workers are to do after this step, with every job and load in it recorded."""
         book = self._book
         log = self._log
         metadata: Any
         log.step += 1
-        if log.step >= self.books.next_watch_step:
-            self.books.watch()
+        if log.step >= self.ledger.next_watch_step:
+            self.ledger.watch()
         self._requests.step(scheduler_output)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
-            metadata = self._plan_past_the_gone(scheduler_output)
+            metadata = self._plan_without_returned(scheduler_output)
         else:
             metadata = _PLAN(self, scheduler_output)
         attach(metadata, log.step, self._register_loads(metadata) if book.loads else _NO_LOADS)
         return metadata
 
-    def _plan_past_the_gone(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def _plan_without_returned(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan a step with upstream, before which requests ended or were preempted.
 
-        Upstream forgets them at this point, after it has taken in what the requests of this step told it. One that came
-        back in between under the same id would be forgotten with them: upstream then fails on it, or never starts its
-        load. So upstream is shown only those that are gone for good; the workers are told of all.
+        Upstream forgets them at this point, after it has read what this step's requests brought. One that came back in
+        between under the same id would be forgotten with them: upstream then fails on it, or never starts its load. So
+        upstream sees only those that are gone for good; the workers get all of them.
         """
         finished = scheduler_output.finished_req_ids
         preempted = scheduler_output.preempted_req_ids or _NOBODY
@@ -260,7 +268,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             if req_meta.load_spec is None or not req_meta.load_spec.can_load:
                 continue
             load = self._book.loading.get(self._name(req_meta.req_id))
-            if load is not None and self.books.record(ev.LoadRegistered, load=load, ranks=self._ranks):
+            if load is not None and self.ledger.record(ev.LoadRegistered, load=load, ranks=self._ranks):
                 loads[req_meta.req_id] = load
         return loads
 
@@ -281,7 +289,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             groups = self._boundary_blocks(req_meta)
             if req_meta.token_len_chunk:
                 groups.extend(
-                    (self._kv_groups[group], _without_null(ids))
+                    (self._kv_groups[group], without_null(ids))
                     for group, ids in enumerate(req_meta.block_ids)
                     if group not in self._boundary_state_group_ids
                 )
@@ -313,7 +321,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         if bound is not None:
             reason, limit, planned = bound
             if record is None or not record.skipping:
-                self.books.record(
+                self.ledger.record(
                     ev.JobSkipped,
                     request=name,
                     generation=generation,
@@ -324,13 +332,13 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                 )
             return False
         job = self._book.next_job
-        registered = self.books.record(
+        registered = self.ledger.record(
             ev.JobRegistered, job=job, request=name, generation=generation, ranks=self._ranks, tokens=tokens
         )
         if registered is None:
             return False
         if blocks:
-            pinned = self.books.record(ev.PinTouched, job=job, blocks=blocks)
+            pinned = self.ledger.record(ev.PinTouched, job=job, blocks=blocks)
             if pinned is None:
                 return False
             self._touch(pinned.blocks)
@@ -339,7 +347,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
 
     def _bound_reached(self, blocks: Blocks) -> tuple[str, int, int] | None:
         """Return the bound that a job over `blocks` would exceed, with its limit and the job's size; None if none."""
-        state = self.books.state
+        state = self.ledger.state
         if state.pending_jobs >= self._max_jobs:
             return "max_inflight_store_jobs", self._max_jobs, count(blocks)
         wanted = count(blocks)
@@ -372,7 +380,7 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
     # --- what the workers report ------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Book the reports of a step; free the blocks of each job that every rank has finished."""
+        """Record the reports of a step; free the blocks of each job that every rank has finished."""
         metadata = connector_output.kv_connector_worker_meta
         if metadata is None:  # first, because asking an abstract class for its instances is what costs most here
             return
@@ -389,11 +397,11 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         return self._book.loading.get(self._name(request_id), -1)
 
     def _pass_on(self, connector_output: KVConnectorOutput, loading: dict[str, int]) -> None:
-        """Let vLLM count exactly those of our loads as finished that have settled in the books.
+        """Let vLLM count a load of ours as finished when it has settled in the ledger, and only then.
 
         vLLM counts answers and not ranks: when a rank answers twice, it would use or give away blocks that another rank
         still writes into, and end the engine over a request that does not wait. Under vLLM's MultiConnector the output
-        holds other connectors' requests too; those are none of ours.
+        holds other connectors' requests too; those are not ours.
 
         Args:
             connector_output: what vLLM is about to act on.
@@ -416,48 +424,65 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
                     if load < 0
                     else "vLLM counts it as finished, a rank has not answered"
                 )
-                self.books.record(ev.ReportIgnored, what="load", why=why, load=load, request=self._name(request_id))
+                self.ledger.record(ev.ReportIgnored, what="load", why=why, load=load, request=self._name(request_id))
 
     def _rank_completed(self, report: JobReport) -> None:
-        if self.books.record(ev.RankCompleted, **report._asdict()) is None:
+        recorded = self.ledger.record(
+            ev.RankCompleted,
+            job=report.job,
+            rank=report.rank,
+            outcome=report.outcome,
+            **report.failure.cause_fields(),
+        )
+        if recorded is None:
             return
         job = self._book.jobs[report.job]
         if job.waiting or job.quarantined:
             return
         failed = to_ranges([rank for rank, outcome in sorted(job.outcomes.items()) if outcome == "failed"])
-        self.books.record(ev.JobSettled, job=report.job, failed_ranks=failed)
+        self.ledger.record(ev.JobSettled, job=report.job, failed_ranks=failed)
         if job.blocks:
-            freed = self.books.record(ev.BlocksFreed, job=report.job, blocks=job.blocks)
+            freed = self.ledger.record(ev.BlocksFreed, job=report.job, blocks=job.blocks)
             if freed is not None:
                 self._free(freed.blocks)
 
     def _rank_loaded(self, report: LoadReport) -> None:
-        load = self._book.loads.get(report.load)
+        load, failure = self._book.loads.get(report.load), report.failure
         if load is None or report.rank not in load.waiting:
-            self.books.record(
+            self.ledger.record(
                 ev.ReportIgnored,
                 what="load",
-                why="the load had settled before" if load is None else "the rank had answered before",
+                why="the load had already settled" if load is None else "the rank had already answered",
                 load=report.load,
                 rank=report.rank,
-                code=report.code,
+                code=str(failure.code),
             )
             return
-        self.books.record(ev.RankLoaded, **report._asdict())
+        self.ledger.record(
+            ev.RankLoaded,
+            load=report.load,
+            rank=report.rank,
+            outcome=report.outcome,
+            **failure.fields(),
+            blocks=failure.blocks,
+            failed_keys=failure.keys,
+            failures=tuple(each.block_failures() for each in report.failures),
+            invalid=report.invalid,
+            retries=report.retries,
+        )
         if report.outcome == "failed" and not load.failed:
-            failure = report._asdict()
-            for only_the_ranks in ("outcome", "failed_keys", "failures", "invalid", "retries"):
-                del failure[only_the_ranks]
-            self.books.record(ev.LoadFailed, **failure)
+            self.ledger.record(
+                ev.LoadFailed, load=report.load, rank=report.rank, **failure.fields(), blocks=failure.blocks
+            )
         if not load.waiting:
             self._settle_load(report.load)
 
     def _settle_load(self, number: int) -> None:
         load = self._book.loads[number]
         outcome = "failed" if load.failed else "loaded"
-        self.books.record(ev.LoadSettled, load=number, outcome=outcome, missing=to_ranges(load.waiting))
+        self.ledger.record(ev.LoadSettled, load=number, outcome=outcome, missing=to_ranges(load.waiting))
         if load.failed:
-            self.books.record(
+            self.ledger.record(
                 ev.LoadRecovered,
                 load=number,
                 request=load.request,
@@ -466,15 +491,15 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
             )
 
     def _recovery_of(self, load: Load) -> str:
-        """Return what becomes of a request whose load failed."""
-        if self.books.policy == "recompute":
+        """Return what happens to a request whose load failed."""
+        if self.ledger.policy == "recompute":
             return "gone" if load.ended else "recomputed"
         # vLLM ends a request over a failed load before it passes the load's report on.
         return "failed" if not load.ended or load.ended == "error" else "gone"
 
     def has_pending_push_work(self) -> bool:
         """Return True while a job's blocks are referenced and a rank may still report: reports need engine steps."""
-        return self.books.state.pending_jobs > 0
+        return self.ledger.state.pending_jobs > 0
 
     # --- the block pool, moved only by events -----------------------------------------------------------------------
 
@@ -492,10 +517,6 @@ class LedgerStoreScheduler(MooncakeStoreScheduler):
         if self._pool is None:
             raise RuntimeError("vLLM has not bound its block pool to the connector; kvledger cannot pin blocks")
         return self._pool
-
-
-def _without_null(ids: list[int]) -> list[int]:
-    return [block for block in ids if block != NULL_BLOCK] if NULL_BLOCK in ids else ids
 
 
 def _once(groups: list[GroupIds]) -> Blocks:

@@ -1,8 +1,8 @@
-"""The worker half of the store connector: transfers as upstream does, and says which rank finished what, and how.
+"""The worker half of the store connector: transfers as upstream does, and reports which rank finished what, and how.
 
     hook (vLLM calls it)         when                        what it adds
     ---------------------------  --------------------------  --------------------------------------------------
-    register_kv_caches           the KV cache was allocated  promotes upstream's transfer threads
+    register_kv_caches           the KV cache was allocated  makes upstream's transfer threads ours
     start_load_kv                every step                  names the loads of the step by their ids
     wait_for_save                every step                  nothing; upstream queues the step's jobs
     build_connector_worker_meta  every step                  the job and load reports of this rank
@@ -12,7 +12,7 @@
 
 On the transfer threads, every way out of a job or a load ends in a report: skipped, failed, raised or done. Loads are
 carried out by `load_thread`. The calls to the store themselves are recorded by `recording_store` as evidence
-(`transfer_started`, `transfer_finished`). This file may know vLLM's worker-side classes; it keeps no books.
+(`transfer_started`, `transfer_finished`). This file may know vLLM's worker-side classes; it keeps no ledger.
 """
 
 import logging
@@ -32,32 +32,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
 )
 
 from connector.runtime.evidence import EvidenceSender, evidence_address
-from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failure_log
-from connector.runtime.rebase import adopt
+from connector.runtime.failure_log import FailureLog, open_failure_log
+from connector.runtime.failures import Failure
+from connector.runtime.rebase import rebase_class
 from connector.runtime.runtime import naming
 from connector.store.integrity import Fingerprints, Guard, layout_digest
-from connector.store.load_thread import LedgerRecvingThread, Loader, Retries, Ticket, TimedRetries, limits_of
+from connector.store.load_thread import LedgerRecvingThread, RankLoad, RecvSetup, Retries, TimedRetries, limits_of
 from connector.store.metadata import JobReport, LedgerWorkerMetadata, LoadReport, attached
-from connector.store.recording_store import BlockLocator, RecordingStore, Work, group_of, in_order
+from connector.store.recording_store import BlockLocator, RecordingStore, StoreWork, group_of
 from connector.store.save_planner import SavePlanner
-from ledger.codes import KVCacheErrorCode, Stage, translate
-from ledger.errors import KVTransferError
+from connector.store.stats import LedgerStoreStats
 from ledger.settings import Settings
 
 logger = logging.getLogger("kvledger")
 
 
-class Reports:
-    """What the transfer threads of a rank have to tell the scheduler. Any thread may add; one takes, every step."""
+class StoreOutbox:
+    """The reports of a rank's transfer threads to the scheduler. Any thread may add; one takes them, every step."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._lock = threading.Lock()
         self._jobs: list[JobReport] = []
         self._loads: dict[str, list[LoadReport]] = {}
-        """By request, because a load's report goes with vLLM's own answer for its request, in the same step: the books
-        would settle the load a step before vLLM hears of it, and could not tell whose answer that is."""
-        self._told: list[LoadReport] = []
+        """By request, because a load's report goes with vLLM's own answer for its request, in the same step: the
+        ledger would settle the load a step before vLLM does, and could not say whose answer that is."""
+        self._due_loads: list[LoadReport] = []
         self._answered: list[str] = []
 
     def add_job(self, report: JobReport) -> None:
@@ -66,36 +66,36 @@ class Reports:
             self._jobs.append(report)
 
     def add_load(self, request: str, report: LoadReport) -> None:
-        """Add the report of a load of `request`, before vLLM's own answer for it. It is told when that is."""
+        """Add the report of a load of `request`, before vLLM's own answer for it. Both leave together."""
         with self._lock:
             self._loads.setdefault(request, []).append(report)
 
     def add_answered(self, requests: set[str]) -> None:
-        """Add the requests whose loads vLLM is told of as finished on this rank, in this step."""
+        """Add the requests whose loads count as finished for vLLM on this rank, in this step."""
         with self._lock:
             for request in sorted(requests):
                 self._answered.append(request)
-                self._told.extend(self._loads.pop(request, ()))
+                self._due_loads.extend(self._loads.pop(request, ()))
 
     def take(self) -> LedgerWorkerMetadata | None:
         """Return the reports since the last call, None if there are none."""
         with self._lock:
-            if not self._jobs and not self._told and not self._answered:
+            if not self._jobs and not self._due_loads and not self._answered:
                 return None
             jobs, self._jobs = self._jobs, []
-            loads, self._told = self._told, []
+            loads, self._due_loads = self._due_loads, []
             answered, self._answered = self._answered, []
         return LedgerWorkerMetadata(jobs=jobs, loads=loads, answered=answered)
 
 
 class LedgerSendingThread(KVCacheStoreSendingThread):
-    """Upstream's save thread, which also reports how each job ended. Made by `adopt`, then given `open`."""
+    """Upstream's save thread, which also reports how each job ended. Made by `rebase_class`, then given `open`."""
 
     store: RecordingStore
 
-    def open(self, reports: Reports, failures: FailureLog, name: Callable[[str], str]) -> None:
-        """Begin to report to `reports`, and failures to `failures` too."""
-        self._reports = reports
+    def open(self, outbox: StoreOutbox, failures: FailureLog, name: Callable[[str], str]) -> None:
+        """Begin to report to `outbox`, and failures to `failures` too."""
+        self._outbox = outbox
         self._failures = failures
         self._name = name
 
@@ -105,7 +105,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         self._planner = SavePlanner(self)
 
     _guard: Guard | None = None
-    _told_of_fingerprints = False
+    _logged_fingerprints = False
 
     def add_request(self, request: ReqMeta) -> None:
         """Register a job and queue it.
@@ -116,11 +116,11 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
             try:
                 request.kvledger_taken = self._guard.take(self._planner.plan(request))  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
             except Exception:
-                if not self._told_of_fingerprints:
-                    self._told_of_fingerprints = True
+                if not self._logged_fingerprints:
+                    self._logged_fingerprints = True
                     logger.exception(
                         "kvledger: no fingerprints could be taken of the blocks of request %s. They are saved without, "
-                        "so loads of them are not checked; this is said once.",
+                        "so loads of them are not checked; this is logged once.",
                         self._name(request.req_id),
                     )
         super().add_request(request)
@@ -130,7 +130,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         job = req_meta.store_job_id
         if self._guard is not None:
             self.store.use(getattr(req_meta, "kvledger_taken", None))
-        with self.store.working(Work(name, job=-1 if job is None else job)):
+        with self.store.working(StoreWork(name, job=-1 if job is None else job)):
             super()._handle_request(req_meta)
 
     def finish_store_job(self, req_meta: ReqMeta) -> None:
@@ -140,36 +140,30 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
         finally:
             super().finish_store_job(req_meta)
         if report is not None:
-            self._reports.add_job(report)
+            self._outbox.add_job(report)
             if report.outcome == "failed":
-                self._tell(report)
+                self._report_failure(report)
 
-    def _tell(self, report: JobReport) -> None:
+    def _report_failure(self, report: JobReport) -> None:
         work = self.store.work
         self._failures.report(
-            KVTransferError(
-                code=KVCacheErrorCode(report.code) if report.code else KVCacheErrorCode.UNKNOWN,
-                stage=work.stage if work is not None else Stage.STORE_PUT,
-                raw=report.raw,
-                exception=report.exception,
-                request=work.request if work is not None else "",
-                job=report.job,
-                rank=report.rank,
-                blocks=in_order(list(dict.fromkeys(work.failed_places))) if work is not None else (),
-            ),
-            failed_keys=work.failed_keys if work is not None else 0,
+            report.failure,
+            request=work.request if work is not None else "",
+            job=report.job,
+            rank=report.rank,
+            failed_keys=report.failure.keys,
         )
 
     def _report(self, req_meta: ReqMeta) -> JobReport | None:
         if req_meta.store_job_id is None:
             return None
-        work = self.store.work or Work(req_meta.req_id)
+        work = self.store.work or StoreWork(req_meta.req_id)
+        failure = work.failure
         raised = sys.exc_info()[1]
-        outcome, code, raw, exception = "nothing", work.code, work.raw, work.exception
-        if raised is not None and not exception:
-            translated = translate(raised)
-            code, raw, exception = str(translated.code), translated.raw, type(raised).__name__
-        if code or raised is not None:
+        if raised is not None and not failure.exception:
+            failure = Failure.of(raised, work.stage).of_blocks(*work.failed_blocks)
+        outcome = "nothing"
+        if failure:
             outcome = "failed"
         elif work.puts:
             outcome = "stored"
@@ -179,7 +173,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
             outcome = "present"
         elif self._should_skip_request(req_meta.req_id):
             outcome = "skipped"
-        return JobReport(req_meta.store_job_id, self._reports.rank, outcome, code, raw, exception)
+        return JobReport(req_meta.store_job_id, self._outbox.rank, outcome, failure)
 
     def take_completed_saves(self) -> dict[int, int]:
         """Return nothing, and keep nothing: completions travel as reports, which name their rank."""
@@ -188,7 +182,7 @@ class LedgerSendingThread(KVCacheStoreSendingThread):
 
 
 class LedgerStoreWorker(MooncakeStoreWorker):
-    """Upstream's worker half, reporting with ranks and recording evidence. Made by `adopt`, then given `open`."""
+    """Upstream's worker half, with reports and evidence. Made by `rebase_class`, then given `open`."""
 
     store: Any
 
@@ -198,7 +192,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self._kv_groups = tuple(kv_groups)
         self._name = naming(settings)
         self._settings = settings
-        self._reports = Reports(rank)
+        self._outbox = StoreOutbox(rank)
         transfer = vllm_config.kv_transfer_config
         open_failure_log(settings.failure_log)
         # These two may be replaced until the KV caches are registered: the simulator has its own time.
@@ -206,8 +200,8 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self.retries: Retries = TimedRetries(self.recv_request_queue)
         self.kv_connector_stats = LedgerStoreStats()
         self._step = 0
-        self._tickets: dict[str, list[Ticket]] = {}
-        """The loads that vLLM has not been told of as finished, by request, oldest first. The engine's thread alone."""
+        self._loads: dict[str, list[RankLoad]] = {}
+        """The loads that do not count as finished for vLLM yet, by request, oldest first. The engine's thread alone."""
         self._sender: EvidenceSender | None = None
         if settings.evidence and not self._capacity_only:
             address = evidence_address(vllm_config, connector, settings)
@@ -215,7 +209,7 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self.store = RecordingStore(self.store, rank, self._sender)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the caches with upstream, and promote its transfer threads, which have nothing to do yet."""
+        """Register the caches with upstream, and make its transfer threads ours, which have nothing to do yet."""
         super().register_kv_caches(kv_caches)
         self.store.locate_with(BlockLocator(self.token_dbs, self._kv_groups))
         guard = None
@@ -223,15 +217,15 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             guard = self._make_guard(kv_caches)
             self.store.guard_with(guard)
         if self.kv_send_thread is not None:
-            sender = adopt(self.kv_send_thread, LedgerSendingThread)
-            sender.open(self._reports, self.failures, self._name)
+            sender = rebase_class(self.kv_send_thread, LedgerSendingThread)
+            sender.open(self._outbox, self.failures, self._name)
             if guard is not None:
                 sender.guard_with(guard)
         for thread in self.kv_recv_threads:
-            adopt(thread, LedgerRecvingThread).open(self._loader(thread, guard))
+            rebase_class(thread, LedgerRecvingThread).open(self._recv_setup(thread, guard))
 
     def start_load_kv(self, metadata: MooncakeStoreConnectorMetadata) -> None:
-        """Queue the loads of a step, each with the id that the books gave it."""
+        """Queue the loads of a step, each with the id that the ledger gave it."""
         book = attached(metadata)
         if book is not None:
             self._step = book.step
@@ -240,14 +234,14 @@ class LedgerStoreWorker(MooncakeStoreWorker):
             for req_meta in metadata.requests:
                 load = book.loads.get(req_meta.req_id)
                 if load is not None:
-                    ticket = Ticket(load, book.step)
-                    req_meta.kvledger_load = ticket  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-                    self._tickets.setdefault(req_meta.req_id, []).append(ticket)
+                    queued = RankLoad(req_meta.req_id, load, book.step)
+                    req_meta.kvledger_load = queued  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+                    self._loads.setdefault(req_meta.req_id, []).append(queued)
         super().start_load_kv(metadata)
 
     def build_connector_worker_meta(self) -> LedgerWorkerMetadata | None:
         """Return this rank's reports since the last step, None if there are none."""
-        return self._reports.take()
+        return self._outbox.take()
 
     def _make_guard(self, kv_caches: dict[str, Any]) -> Guard:
         num_blocks = self._kv_cache_config.num_blocks
@@ -265,14 +259,14 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         ]
         return Guard(Fingerprints(_tensors(kv_caches.values())), layouts, group_of, every_keys)
 
-    def _loader(self, thread: KVCacheStoreRecvingThread, guard: Guard | None) -> Loader:
-        return Loader(
+    def _recv_setup(self, thread: KVCacheStoreRecvingThread, guard: Guard | None) -> RecvSetup:
+        return RecvSetup(
             guard=guard,
-            rank=self._reports.rank,
+            rank=self._outbox.rank,
             kv_groups=self._kv_groups,
             limits=limits_of(self._settings, thread),
             name=self._name,
-            report=self._reports.add_load,
+            report=self._outbox.add_load,
             failures=self.failures,
             retries=self.retries,
         )
@@ -284,24 +278,24 @@ class LedgerStoreWorker(MooncakeStoreWorker):
         self._cancel_loads(finished_req_ids)
         results = super().get_transfer_results(finished_req_ids, meta)
         if results.finished_recving:
-            self._reports.add_answered(results.finished_recving)
+            self._outbox.add_answered(results.finished_recving)
             for request_id in results.finished_recving:
-                tickets = self._tickets.get(request_id, [])
-                del tickets[:1]
-                if not tickets:
-                    self._tickets.pop(request_id, None)
+                loads = self._loads.get(request_id, [])
+                del loads[:1]
+                if not loads:
+                    self._loads.pop(request_id, None)
         return results
 
     def _cancel_loads(self, finished_req_ids: set[str]) -> None:
         """Cancel the loads of requests that ended before this step; one of its own is of a request that came back."""
         gone = [
-            ticket
-            for request_id in self._tickets.keys() & finished_req_ids
-            for ticket in self._tickets[request_id]
-            if ticket.step < self._step
+            load
+            for request_id in self._loads.keys() & finished_req_ids
+            for load in self._loads[request_id]
+            if load.step < self._step
         ]
-        for ticket in gone:
-            ticket.cancelled = True
+        for load in gone:
+            load.cancelled = True
         if gone:
             self.retries.bring_cancelled()
 

@@ -79,7 +79,7 @@ class SlowStore:
 
 
 class UnpinnedScheduler(LedgerStoreScheduler):
-    """Keeps the books, and takes no reference: the blocks are given away while jobs still read them."""
+    """Keeps the ledger, and takes no reference: the blocks are given away while jobs still read them."""
 
     def _touch(self, blocks: Blocks) -> None:
         """Take nothing."""

@@ -17,7 +17,7 @@ from connector.store.integrity import (
     Fingerprints,
     Guard,
     GuardedStore,
-    Planned,
+    PlannedPut,
     Trailer,
     layout_digest,
     place_weights,
@@ -161,7 +161,7 @@ class Fixture:
         self.store = GuardedStore(self.real, self.guard, self.changed.append)
 
     def planned(self, keys):
-        return [Planned(key, segments(self.kv_cache, block), [SEGMENT, SEGMENT]) for key, block in keys.items()]
+        return [PlannedPut(key, segments(self.kv_cache, block), [SEGMENT, SEGMENT]) for key, block in keys.items()]
 
     def put(self, keys, between=lambda: None):
         """Save blocks as a job does; `between` runs after its registration."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from connector.runtime.failures import FAILURES
+from connector.store.stats import FAILURES
 from ledger import events as ev
 from ledger.blocks import count, expand
 from tests.engine.conftest import Run, RunOnce, fold

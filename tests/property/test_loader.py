@@ -1,12 +1,15 @@
 """A load counts whole or not at all, whatever the store answers: every combination of outcomes, batches and limits."""
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.store.loader import Limits, Loading, Reject, Target, get_from, run_pass
+from connector.runtime.failure_log import failure_line
+from connector.runtime.failures import Failure
+from connector.store.loader import Limits, LoadPasses, Target, get_from, run_pass
 from ledger.blocks import expand
 from ledger.codes import CODES, MOONCAKE, KVCacheErrorCode, Stage
 
@@ -71,7 +74,7 @@ def targets_of(blocks, first_block=0, group=0):
 def load(targets, script, limits, first_token=0, clock=None):
     clock = clock or Clock()
     store = ScriptedStore(script)
-    loading = Loading(targets, first_token, limits, clock.now_s)
+    loading = LoadPasses(targets, first_token, limits, clock.now_s)
     passes = 0
     while not loading.done:
         clock.now_s = max(clock.now_s, loading.due_s or 0.0)
@@ -82,8 +85,8 @@ def load(targets, script, limits, first_token=0, clock=None):
 
 
 def first(result):
-    assert result.first is not None
-    return result.first
+    _, failure = result.failed[0]
+    return failure
 
 
 answers = st.one_of(
@@ -123,11 +126,11 @@ def loads(draw):
 def test_every_failure_has_a_stable_code_and_says_what_was_answered(case):
     targets, script, limits, first_token = case
     result, _, _ = load(targets, script, limits, first_token)
-    for failure in result.failures:
+    for target, failure in result.failed:
         assert isinstance(failure.code, KVCacheErrorCode)
         assert isinstance(failure.stage, Stage)
         assert failure.raw
-        assert failure.target in targets
+        assert target in targets
 
 
 @given(loads())
@@ -136,7 +139,7 @@ def test_after_any_failure_no_block_of_the_load_counts_or_only_the_proven_prefix
     targets, script, limits, first_token = case
     result, _, _ = load(targets, script, limits, first_token)
     trusted = {(target.group, target.block) for target in targets} - set(result.invalid)
-    failed = {(failure.target.group, failure.target.block) for failure in result.failures}
+    failed = {(target.group, target.block) for target, _ in result.failed}
     assert result.loaded == (not failed)
     assert not failed & trusted
     if not failed:
@@ -175,7 +178,7 @@ def test_every_block_is_tried_also_behind_a_batch_that_failed(case):
     too_big = {target.key for target in targets if limits.key_bytes and target.staging_bytes > limits.key_bytes}
     if not any(isinstance(answer, BaseException) for answers in script.values() for answer in answers):
         assert set(store.asked) == {target.key for target in targets} - too_big
-    assert {failure.target.key for failure in result.failures if failure.code == "KV_OOM"} >= too_big
+    assert {target.key for target, failure in result.failed if failure.code == "KV_OOM"} >= too_big
 
 
 @given(loads())
@@ -187,9 +190,9 @@ def test_only_what_may_heal_is_tried_again_and_never_beyond_the_bound(case):
     assert clock.now_s - 100.0 <= limits.deadline_s + limits.backoff_s * 2**limits.max_retries
     for target in targets:
         assert store.asked.count(target.key) <= limits.max_retries + 1
-    for failure in result.failures:
+    for target, failure in result.failed:
         if not CODES[failure.code].retryable:
-            assert store.asked.count(failure.target.key) <= failure.tries
+            assert store.asked.count(target.key) <= failure.tries
 
 
 @given(loads())
@@ -197,12 +200,12 @@ def test_only_what_may_heal_is_tried_again_and_never_beyond_the_bound(case):
 def test_the_groups_of_a_result_name_every_failed_block_once(case):
     targets, script, limits, first_token = case
     result, _, _ = load(targets, script, limits, first_token)
-    grouped = [pair for group in result.by_code() for pair in expand(group.blocks)]
-    assert sorted(grouped) == sorted({(f.target.group, f.target.block) for f in result.failures})
-    assert sum(group.keys for group in result.by_code()) == len(result.failures)
-    if result.failures:
-        assert result.by_code()[0].code == first(result).code
-        assert first(result).target.start_token == min(f.target.start_token for f in result.failures)
+    grouped = [pair for group in result.by_cause() for pair in expand(group.blocks)]
+    assert sorted(grouped) == sorted({(target.group, target.block) for target, _ in result.failed})
+    assert sum(group.keys for group in result.by_cause()) == len(result.failed)
+    if result.failed:
+        assert result.by_cause()[0].code == first(result).code
+        assert result.failed[0][0].start_token == min(target.start_token for target, _ in result.failed)
 
 
 @pytest.mark.parametrize("batch_bytes", [0, 2 * BLOCK_BYTES])
@@ -216,7 +219,7 @@ def test_every_combination_of_outcomes_of_five_blocks_keeps_both_invariants(roll
         result, _, _ = load(targets, script, limits)
         arrives = [script[-1] == "ok" for script in scripts]
         assert result.loaded == all(arrives)
-        assert all(failure.code in CODES for failure in result.failures)
+        assert all(failure.code in CODES for _, failure in result.failed)
         kept = arrives.index(False) if rollback == "suffix" and not all(arrives) else 0
         if not all(arrives):
             assert result.invalid == tuple((0, target.block) for target in targets[kept:])
@@ -238,7 +241,7 @@ def test_a_load_that_arrives_counts_whole():
 
 
 def test_an_empty_load_is_done_at_once():
-    loading = Loading([], 64, Limits(), 0.0)
+    loading = LoadPasses([], 64, Limits(), 0.0)
     assert loading.done
     assert loading.result().loaded
     assert loading.result().kept_tokens == 64
@@ -271,7 +274,7 @@ def test_no_retry_begins_after_the_deadline():
 
 def test_a_load_that_waited_beyond_its_deadline_is_tried_once():
     targets = targets_of(2)
-    loading = Loading(targets, 0, Limits(deadline_s=1.0), 0.0)
+    loading = LoadPasses(targets, 0, Limits(deadline_s=1.0), 0.0)
     run_pass(loading, get_from(ScriptedStore(ok_but(targets))), lambda: 50.0)
     assert loading.result().loaded
 
@@ -280,7 +283,7 @@ def test_a_final_failure_leaves_no_reason_to_retry_the_rest_of_a_load_that_rolls
     targets = targets_of(3)
     result, store, _ = load(targets, ok_but(targets, block0=[FINAL], block1=[RETRYABLE]), Limits())
     assert store.calls == 1
-    assert [failure.code for failure in result.failures] == ["BLOCK_NOT_FOUND", "PEER_UNREACHABLE"]
+    assert [failure.code for _, failure in result.failed] == ["BLOCK_NOT_FOUND", "PEER_UNREACHABLE"]
 
 
 def test_what_stands_before_a_final_failure_is_retried_when_a_prefix_is_kept():
@@ -317,15 +320,15 @@ def test_an_exception_is_the_outcome_of_its_whole_batch_and_of_no_other():
     limits = Limits(max_retries=0, batch_bytes=2 * BLOCK_BYTES)
     result, store, _ = load(targets, ok_but(targets, block1=[ConnectionResetError(104, "")]), limits)
     assert store.calls == 2
-    assert [failure.target.key for failure in result.failures] == ["key0.0", "key0.1"]
-    assert {(f.code, f.raw, f.exception) for f in result.failures} == {
+    assert [target.key for target, _ in result.failed] == ["key0.0", "key0.1"]
+    assert {(failure.code, failure.raw, failure.exception) for _, failure in result.failed} == {
         ("PEER_UNREACHABLE", "ConnectionResetError 104", "ConnectionResetError")
     }
 
 
 def test_a_store_that_answers_for_fewer_keys_than_were_asked_for_is_not_believed():
     targets = targets_of(3)
-    loading = Loading(targets, 0, Limits(), 0.0)
+    loading = LoadPasses(targets, 0, Limits(), 0.0)
     run_pass(loading, lambda _: [BLOCK_BYTES], lambda: 0.0)
     result = loading.result()
     assert len(result.invalid) == 3
@@ -334,41 +337,44 @@ def test_a_store_that_answers_for_fewer_keys_than_were_asked_for_is_not_believed
 
 def test_a_rejected_block_is_final_and_named_by_its_stage():
     targets = targets_of(2)
-    loading = Loading(targets, 0, Limits(), 0.0)
-    run_pass(loading, lambda _: [BLOCK_BYTES, Reject(KVCacheErrorCode.CRC_MISMATCH, "1 is not 2")], lambda: 0.0)
+    loading = LoadPasses(targets, 0, Limits(), 0.0)
+    run_pass(
+        loading,
+        lambda _: [BLOCK_BYTES, Failure(KVCacheErrorCode.CRC_MISMATCH, "1 is not 2", Stage.VERIFY)],
+        lambda: 0.0,
+    )
     failure = first(loading.result())
     assert (failure.code, failure.stage, failure.raw) == ("CRC_MISMATCH", "VERIFY", "1 is not 2")
 
 
 def test_an_abandoned_load_has_an_outcome_for_every_block():
     targets = targets_of(3)
-    loading = Loading(targets, 0, Limits(), 0.0)
+    loading = LoadPasses(targets, 0, Limits(), 0.0)
     run_pass(loading, get_from(ScriptedStore(ok_but(targets, block1=[RETRYABLE]))), lambda: 0.0)
-    loading.abandon(Reject(KVCacheErrorCode.CANCELLED, "shutdown", Stage.STORE_GET))
+    loading.abandon(Failure(KVCacheErrorCode.CANCELLED, "shutdown", Stage.STORE_GET))
     result = loading.result()
-    assert [(f.target.key, f.code) for f in result.failures] == [("key0.1", "PEER_UNREACHABLE")]
+    assert [(target.key, failure.code) for target, failure in result.failed] == [("key0.1", "PEER_UNREACHABLE")]
     assert len(result.invalid) == 3
 
-    untouched = Loading(targets, 0, Limits(), 0.0)
-    untouched.abandon(ValueError("no plan"))
-    assert {f.code for f in untouched.result().failures} == {"UNKNOWN"}
-    assert len(untouched.result().failures) == 3
+    untouched = LoadPasses(targets, 0, Limits(), 0.0)
+    untouched.abandon(Failure.of(ValueError("no plan"), Stage.STORE_GET))
+    assert {failure.code for _, failure in untouched.result().failed} == {"UNKNOWN"}
+    assert len(untouched.result().failed) == 3
 
 
-def test_a_failure_becomes_an_exception_that_carries_all_that_alerts_need():
+def test_a_failure_becomes_a_line_that_carries_all_that_alerts_need():
     targets = targets_of(3)
     result, _, _ = load(targets, ok_but(targets, block1=[FINAL]), Limits())
-    error = result.error("req-1", 7, 2)
-    assert error is not None
-    assert (error.code, error.stage, error.request, error.load, error.rank) == (
-        "BLOCK_NOT_FOUND",
-        "STORE_GET",
-        "req-1",
-        7,
-        2,
-    )
-    assert error.blocks == ((0, ((11, 11),)),)
-    assert str(error).startswith(
-        "load 7 of request req-1 failed on rank 2 at STORE_GET: BLOCK_NOT_FOUND (-704 OBJECT_NOT_FOUND)."
-    )
-    assert load(targets, ok_but(targets), Limits())[0].error("req-1", 7, 2) is None
+    line = json.loads(failure_line(result.failure, "engine", request="req-1", load=7, rank=2))
+    assert {name: line[name] for name in ("code", "stage", "raw", "raw_name", "request", "load", "rank", "blocks")} == {
+        "code": "BLOCK_NOT_FOUND",
+        "stage": "STORE_GET",
+        "raw": "-704",
+        "raw_name": "OBJECT_NOT_FOUND",
+        "request": "req-1",
+        "load": 7,
+        "rank": 2,
+        "blocks": [[0, [[11, 11]]]],
+    }
+    assert line["action"] == CODES[KVCacheErrorCode.BLOCK_NOT_FOUND].action
+    assert not load(targets, ok_but(targets), Limits())[0].failure

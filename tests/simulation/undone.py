@@ -36,7 +36,7 @@ def _half(world: World) -> Any:
 
 def _plan_as_upstream(world: World) -> None:
     half = _half(world)
-    half._plan_past_the_gone = lambda output: MooncakeStoreScheduler.build_connector_meta(half, output)
+    half._plan_without_returned = lambda output: MooncakeStoreScheduler.build_connector_meta(half, output)
 
 
 def _count_as_vllm(world: World) -> None:

@@ -42,12 +42,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     KVCacheStoreSendingThread,
 )
 
-from connector.runtime.failures import FailureLog
-from connector.runtime.rebase import adopt
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.rebase import rebase_class
 from connector.store.integrity import Fingerprints, Guard, layout_digest
-from connector.store.load_thread import LedgerRecvingThread, Loader, Ticket, TimedRetries, limits_of
+from connector.store.load_thread import LedgerRecvingThread, RankLoad, RecvSetup, TimedRetries, limits_of
 from connector.store.recording_store import BlockLocator, RecordingStore
-from connector.store.worker import LedgerSendingThread, Reports
+from connector.store.worker import LedgerSendingThread, StoreOutbox
 from ledger.settings import parse
 from tests.engine.load_error_scenarios import storage_node, store_client
 from tests.engine.machine import mooncake_master
@@ -101,12 +101,14 @@ class Side:
             self._promote()
 
     def _promote(self) -> None:
-        settings, reports, failures = parse({}), Reports(0), FailureLog("bench", print)
+        settings, reports, failures = parse({}), StoreOutbox(0), FailureLog("bench", print)
         retries = TimedRetries(self._queue)
-        adopt(self.receiver, LedgerRecvingThread).open(
-            Loader(0, (0,), limits_of(settings, self.receiver), str, reports.add_load, failures, retries, self._guard)
+        rebase_class(self.receiver, LedgerRecvingThread).open(
+            RecvSetup(
+                0, (0,), limits_of(settings, self.receiver), str, reports.add_load, failures, retries, self._guard
+            )
         )
-        sender = adopt(self.sender, LedgerSendingThread)
+        sender = rebase_class(self.sender, LedgerSendingThread)
         sender.open(reports, failures, name=str)
         if self._guard is not None:
             sender.guard_with(self._guard)
@@ -115,7 +117,7 @@ class Side:
         """Load all blocks, as the receive thread does."""
         tokens = len(blocks) * BLOCK_TOKENS
         req_meta = ReqMeta("r", 0, (blocks,), hashes, load_spec=LoadSpec(0, tokens, True, token_len=tokens))  # type: ignore[arg-type]
-        req_meta.kvledger_load = Ticket(0)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        req_meta.kvledger_load = RankLoad("r", 0)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
         self._queue.put(req_meta)
         self.receiver._handle_request(self._queue.get())
         if self.receiver.get_and_clear_block_ids_with_load_errors():

@@ -71,7 +71,7 @@ class Side:
     @property
     def events(self) -> int:
         """Events in the log so far."""
-        return self.plain.connector.books.log.last_seq
+        return self.plain.connector.ledger.log.last_seq
 
 
 def compare(steps: int) -> tuple[float, float, int]:
@@ -95,12 +95,12 @@ def compare(steps: int) -> tuple[float, float, int]:
 
 def fill(side: Side, length: int) -> None:
     """Let a side's log grow to `length` events: requests that come and go. The writer keeps up."""
-    books = side.plain.connector.books
+    ledger = side.plain.connector.ledger
     while side.events < length:
         for number in range(500):
-            books.record(ev.RequestQueued, request=f"filler-{number}", generation=1)
-            books.record(ev.RequestAborted, request=f"filler-{number}", generation=1, was="queued")
-        while books.log.queued_events > 5_000:
+            ledger.record(ev.RequestQueued, request=f"filler-{number}", generation=1)
+            ledger.record(ev.RequestAborted, request=f"filler-{number}", generation=1, was="queued")
+        while ledger.log.queued_events > 5_000:
             time.sleep(0.005)
 
 

@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.store.metadata import JobReport, LedgerWorkerMetadata
-from connector.store.worker import Reports
+from connector.store.worker import StoreOutbox
 from ledger.blocks import Blocks, numbers
 from tools.sim import plan as pl
 from tools.sim.run import World
@@ -61,7 +61,7 @@ def _by_request(world: World) -> None:
     book_it = half._rank_completed
 
     def rank_completed(report: JobReport) -> None:
-        jobs = half.books.state.book.jobs
+        jobs = half.ledger.state.book.jobs
         job = jobs.get(report.job)
         if job is None:
             return  # its request's count had reached zero before
@@ -98,7 +98,7 @@ def _freed_on_first_failure(world: World) -> None:
 
     def update_connector_output(output: KVConnectorOutput) -> None:
         metadata = output.kv_connector_worker_meta
-        book = half.books.state.book
+        book = half.ledger.state.book
         failed: list[str] = []
         if isinstance(metadata, LedgerWorkerMetadata):
             failed = [
@@ -132,7 +132,7 @@ def _freed_by_first_rank(world: World) -> None:
     freed: dict[int, None] = {}
 
     def rank_completed(report: JobReport) -> None:
-        job = half.books.state.book.jobs.get(report.job)
+        job = half.ledger.state.book.jobs.get(report.job)
         if job is not None and job.blocks and report.job not in freed:
             freed[report.job] = None
             free(job.blocks)
@@ -145,15 +145,15 @@ def _freed_by_first_rank(world: World) -> None:
 def _report_before_answer(world: World) -> None:
     """Tell of a load as soon as its rank has, and not only when vLLM hears of it."""
     for rank in world.engine.ranks:
-        _tell_at_once(rank.worker._reports)
+        _tell_at_once(rank.worker._outbox)
 
 
-def _tell_at_once(reports: Reports) -> None:
+def _tell_at_once(reports: StoreOutbox) -> None:
     take = reports.take
 
     def take_all() -> LedgerWorkerMetadata | None:
         for held in reports._loads.values():
-            reports._told.extend(held)
+            reports._due_loads.extend(held)
         reports._loads.clear()
         return take()
 
@@ -185,13 +185,13 @@ def _changed_beside_the_log(world: World) -> None:
 
     def rank_completed(report: JobReport) -> None:
         book_it(report)
-        half.books.state.book.next_load += 1
+        half.ledger.state.book.next_load += 1
 
     half._rank_completed = rank_completed
 
 
 def _deaf_to_broken_reports(world: World) -> None:
-    _half(world).books.violated = lambda refused, fields: None
+    _half(world).ledger.violated = lambda refused, fields: None
 
 
 CANARIES: tuple[Canary, ...] = (

@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from connector.store.load_thread import RankLoad
 from connector.store.metadata import LedgerWorkerMetadata
 from ledger.live.log import Log
 from tools.sim.clock import Clock
@@ -360,7 +361,7 @@ class Checks:
             if answer is not None:
                 for load in _reports(answer).loads:
                     self._load_answered(load.load, load.rank)
-                    self.count(f"load outcomes: {load.outcome} {load.code}".rstrip())
+                    self.count(f"load outcomes: {load.outcome} {load.failure.code}".rstrip())
 
     def _job_reported(self, number: int, rank: int) -> None:
         job = self.jobs.get(number)
@@ -532,8 +533,8 @@ class Checks:
 
 def load_number(item: Any) -> int:
     """Return the load that an item of a receive thread is of: upstream's metadata, or the plugin's load under way."""
-    ticket = item.ticket if hasattr(item, "ticket") else getattr(item, "kvledger_load", None)
-    return -1 if ticket is None else int(ticket.number)
+    load = item if isinstance(item, RankLoad) else getattr(item, "kvledger_load", None)
+    return -1 if load is None else int(load.number)
 
 
 def _reports(answer: KVConnectorOutput) -> LedgerWorkerMetadata:

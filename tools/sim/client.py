@@ -109,7 +109,7 @@ class Client:
             case "preempted":
                 return status == RequestStatus.PREEMPTED
             case "storing":
-                jobs = self._engine.books.state.book.jobs.values()
+                jobs = self._engine.ledger.state.book.jobs.values()
                 return any(job.request == request.request_id for job in jobs)
             case _:
                 return True

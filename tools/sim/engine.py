@@ -49,7 +49,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.runtime.runtime import Books
+from connector.runtime.runtime import LedgerRuntime
 from connector.store.connector import KVLedgerStoreConnector
 from ledger.live.log import Log
 from ledger.settings import Settings
@@ -178,7 +178,9 @@ class SimulatedConnector(KVLedgerStoreConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._half.client.engine = self._engine  # type: ignore[attr-defined]
 
-    def _open_books(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Books:
+    def _open_ledger(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
+    ) -> LedgerRuntime:
         clock = self._engine.clock
         log = Log(
             State(),
@@ -200,7 +202,7 @@ class SimulatedConnector(KVLedgerStoreConnector):
             "policy": shape.policy,
             "settings": settings.changed(),
         }
-        return Books(settings, opened, log)
+        return LedgerRuntime(settings, opened, log)
 
     def register_finished_partial_tail(
         self, request: Request, block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
@@ -292,10 +294,10 @@ class Engine:
         self._place = 1 if shape.company == "first" else 0
         if shape.company:
             connector = connector.sub_connectors[self._place]
-        if not isinstance(connector, SimulatedConnector) or connector.books is None:
+        if not isinstance(connector, SimulatedConnector) or connector.ledger is None:
             raise TypeError("vLLM built another connector than the simulated one")
         self.connector = connector
-        self.books = connector.books
+        self.ledger = connector.ledger
         self.memory = Memory(
             shape.ranks, shape.blocks, self.hash_block_size, _groups(shape, self.hash_block_size), host.wrong
         )
@@ -308,8 +310,8 @@ class Engine:
             tuple(cache.prefix_cacheable_group_ids),
             self.clock,
             faults,
-            self.books.log,
-            self.books.settings,
+            self.ledger.log,
+            self.ledger.settings,
         )
         self.ranks = [
             Rank(number, place, RankStore(store, number, self.clock, faults, self.memory, host))

@@ -62,8 +62,8 @@ class World:
         self.faults = Faults(plan, self.clock)
         self.engine = Engine(plan, self.checks, self.store, self.faults)  # type: ignore[arg-type]
         self.hash = hashlib.sha256()
-        self.feed = Feed(self.engine.books.log, keep_log, self.hash)
-        self.checks.bind(self.engine.scheduler, self.engine.books.log, self.feed)
+        self.feed = Feed(self.engine.ledger.log, keep_log, self.hash)
+        self.checks.bind(self.engine.scheduler, self.engine.ledger.log, self.feed)
         self.client = Client(plan, self.engine, self.checks.count)
 
 
@@ -112,7 +112,7 @@ class Run:
             events=world.feed.count,
             ended=self._ended or "broken",
             digest=world.hash.hexdigest(),
-            state=world.engine.books.state.digest(),
+            state=world.engine.ledger.state.digest(),
             cpu_s=time.process_time() - started,
             seen={**checks.seen, **_prefixed("events: ", world.feed.kinds), **_prefixed("faults: ", world.faults.hits)},
             broken=checks.broken,
@@ -141,7 +141,7 @@ class Run:
         self._ended = "settled"
         checks.at_the_end()
         if checks.broken is None:
-            world.engine.books.log.append(ev.LogClosed)
+            world.engine.ledger.log.append(ev.LogClosed)
 
     def _is_starved(self) -> bool:
         """Whether vLLM's scheduler is stuck by itself: nothing is open or runs, and requests hold all blocks and wait.

@@ -25,10 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from connector.runtime.failures import FailureLog
-from connector.runtime.rebase import adopt
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.rebase import rebase_class
 from connector.store import worker as store_worker
-from connector.store.load_thread import RunningLoad
+from connector.store.load_thread import RankLoad
 from connector.store.metadata import JobReport, LoadReport
 from connector.store.worker import LedgerStoreWorker
 from ledger import events as ev
@@ -139,19 +139,19 @@ class VirtualRetries:
     def __init__(self, lanes: Lanes, clock: Clock) -> None:
         self._lanes = lanes
         self._clock = clock
-        self._waiting: dict[int, RunningLoad] = {}
+        self._waiting: dict[int, RankLoad] = {}
         self._order = 0
 
     def now_s(self) -> float:
         """Return virtual time, in seconds."""
         return self._clock.now_ns / 1e9
 
-    def put_back(self, load: RunningLoad, due_s: float) -> None:
+    def put_back(self, load: RankLoad, due_s: float) -> None:
         """Give `load` to the receive threads at `due_s`."""
         self._order += 1
         number = self._order
         self._waiting[number] = load
-        due_ns = self._clock.now_ns if load.ticket.cancelled else int(due_s * 1e9)
+        due_ns = self._clock.now_ns if load.cancelled else int(due_s * 1e9)
         self._clock.at(due_ns, lambda: self._bring(number))
 
     def waits(self, request: str) -> bool:
@@ -160,13 +160,13 @@ class VirtualRetries:
 
     def bring_cancelled(self) -> None:
         """Bring back at once the loads that were cancelled."""
-        for number in [number for number, load in self._waiting.items() if load.ticket.cancelled]:
+        for number in [number for number, load in self._waiting.items() if load.cancelled]:
             self._bring(number)
 
     def close(self) -> None:
         """Bring back at once, as cancelled, all loads."""
         for load in self._waiting.values():
-            load.ticket.cancelled = True
+            load.cancelled = True
         self.bring_cancelled()
 
     def _bring(self, number: int) -> None:
@@ -253,7 +253,7 @@ class Rank:
 
     def report_job(self, job: int) -> None:
         """Report a job out of turn, as a broken worker would."""
-        self.worker._reports.add_job(JobReport(job, self.number, "stored"))
+        self.worker._outbox.add_job(JobReport(job, self.number, "stored"))
 
     def report_load(self, load: int, request: str) -> None:
         """Report a load out of turn, to the books and to vLLM, as a broken worker would.
@@ -263,7 +263,7 @@ class Rank:
         """
         if self._place.shape.company:
             return
-        self.worker._reports.add_load(request, LoadReport(load, self.number, "loaded"))
+        self.worker._outbox.add_load(request, LoadReport(load, self.number, "loaded"))
         upstream.KVTransferThread.set_finished_request(self.worker.kv_recv_threads[0], request)
 
     # --- building ---------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Rank:
         worker.token_dbs = worker._build_token_databases(metadata, None)
         worker._init_lookup_key_prefixes()
         worker._record_kv_connector_operation = _nothing  # type: ignore[method-assign]
-        promoted = adopt(worker, LedgerStoreWorker)
+        promoted = rebase_class(worker, LedgerStoreWorker)
         settings = msgspec.structs.replace(place.settings, evidence=False)
         config = SimpleNamespace(parallel_config=SimpleNamespace(rank=self.number), kv_transfer_config=None)
         with mock.patch.object(store_worker, "open_failure_log"):  # its handler would be the whole process's
@@ -342,7 +342,7 @@ class Rank:
             job = item.store_job_id
             self._clock.at(self._clock.now_ns + STEP_NS * 3 // 2, lambda: self.report_job(job))
 
-    def _after_load(self, item: ReqMeta | RunningLoad) -> None:
+    def _after_load(self, item: ReqMeta | RankLoad) -> None:
         load = load_number(item)
         if self.worker.retries.waits(item.req_id):  # type: ignore[attr-defined]
             return  # it is tried again, and answered only then

@@ -105,10 +105,10 @@ def test_an_address_names_a_place():
 
 
 def test_a_failure_log_that_can_be_no_file_is_refused_before_the_engine_starts(tmp_path: Path):
-    from connector.runtime.runtime import open_books
+    from connector.runtime.runtime import open_ledger
 
     for path, problem in ((tmp_path, "is a folder"), (tmp_path / "none" / "log", "does not exist")):
         settings = parse({"failure_log": str(path), "ledger_path": str(tmp_path / "logs")})
         with pytest.raises(SettingsError, match=f"^failure_log: .*{problem}"):
-            open_books(SimpleNamespace(), SimpleNamespace(), "KVLedgerStoreConnector", settings)
+            open_ledger(SimpleNamespace(), SimpleNamespace(), "KVLedgerStoreConnector", settings)
     assert list(tmp_path.iterdir()) == []

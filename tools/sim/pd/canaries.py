@@ -17,8 +17,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.pd import failures as pd_failures
-from connector.pd.metadata import NO_FAILURE, LostReport, PDWorkerMetadata, PeerReport
-from connector.pd.peers import ASKING
+from connector.pd.metadata import LostReport, PDWorkerMetadata, PeerReport
+from connector.pd.peers import PEER_REQUEST
+from connector.runtime.failures import NO_FAILURE
 from ledger.codes import Stage
 from tools.sim.pd import plan as pl
 from tools.sim.pd.engine import Engine
@@ -126,7 +127,10 @@ def _with_first_rank(prefill: Engine) -> Callable[[KVConnectorOutput], None]:
 def _settled_by_exceptions(world: World) -> None:
     for worker in world.engines["D"].workers:
         worker._raised = MethodType(  # type: ignore[method-assign]
-            lambda self, asking, error: self._settle_rest(asking, pd_failures.of_exception(error, Stage.RECV)), worker
+            lambda self, peer_request, error: self._settle_rest(
+                peer_request, pd_failures.of_exception(error, Stage.RECV)
+            ),
+            worker,
         )
 
 
@@ -154,7 +158,7 @@ def _takes_every_answer_for_a_good_one(world: World) -> None:
 
 def _waits_for_ever(world: World) -> None:
     for worker in world.engines["D"].workers:
-        worker._restart_timer = lambda asking: None  # type: ignore[method-assign]
+        worker._restart_timer = lambda peer_request: None  # type: ignore[method-assign]
 
 
 def _waits_for_whoever_talks(world: World) -> None:
@@ -165,7 +169,7 @@ def _waits_for_whoever_talks(world: World) -> None:
             response: Any, metas: Any, worker: Any = worker, process: Any = worker.process_pulling_result
         ) -> None:
             process(response, metas)
-            worker._restart_timer(ASKING.get())
+            worker._restart_timer(PEER_REQUEST.get())
 
         worker.process_pulling_result = process  # type: ignore[method-assign]
 
@@ -179,7 +183,7 @@ def _finishes_early(world: World) -> None:
             again = pull.failed
             fail(pull, peer, failure)
             if pull.waited_for and not again:
-                worker.desk.finish_failed(pull.request)
+                worker.outbox.finish_failed(pull.request)
 
         worker._fail = failed  # type: ignore[method-assign]
 

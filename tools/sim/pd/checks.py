@@ -174,7 +174,7 @@ class EngineWatch:
 
     def take(self) -> None:
         """Take what is new in the log, fold it as a replay would, and hold it to the rules."""
-        log = self.engine.books.log
+        log = self.engine.ledger.log
         for event in log.drain(DRAIN_LIMIT):
             line = self._encode(event)
             self._digest.update(line)
@@ -194,7 +194,7 @@ class EngineWatch:
         """Compare the book with vLLM and with the log."""
         self.take()
         engine = self.engine
-        state = engine.books.state
+        state = engine.ledger.state
         if self._shadow.encode() != state.encode():
             self._fail("fold", "the log folds to another state than the live one")
         book, requests = state.book, engine.scheduler.requests
@@ -237,7 +237,7 @@ class EngineWatch:
 
     def _peer_settled(self, event: ev.PeerSettled) -> None:
         """A peer that is asked for several requests has its time again with each that it settles."""
-        recv = self.engine.books.state.book.recvs
+        recv = self.engine.ledger.state.book.recvs
         for name, other in recv.items():
             if other.transfer != event.transfer:
                 due = self._due_ns[name, other.transfer]
@@ -267,7 +267,7 @@ class EngineWatch:
             self._fail("rule", f"{event.transfer} fails twice")
         self._failed[event.request, event.transfer] = None
         self._checks.count(f"failures: {event.code} at {event.stage}")
-        recv = self.engine.books.state.book.recvs.get(event.request)
+        recv = self.engine.ledger.state.book.recvs.get(event.request)
         if recv is not None and recv.waiting:
             self._checks.count("failures while others still write")
 
@@ -295,14 +295,14 @@ class EngineWatch:
 
     def is_settled(self) -> bool:
         """Return whether nothing is open."""
-        book = self.engine.books.state.book
+        book = self.engine.ledger.state.book
         scheduler = self.engine.scheduler
         open_in_book = scheduler.requests or book.recvs or book.sends or scheduler.has_requests()
         return not open_in_book and not any(_left_in(worker) for worker in self.engine.workers)
 
     def at_the_end(self) -> None:
         """Check that everything settled, and that nothing is left anywhere."""
-        engine, book = self.engine, self.engine.books.state.book
+        engine, book = self.engine, self.engine.ledger.state.book
         waiting = {name: request.status.name for name, request in engine.scheduler.requests.items()}
         if waiting:
             self._fail("unsettled", f"requests do not end: {waiting}")

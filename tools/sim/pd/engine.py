@@ -33,7 +33,7 @@ from connector.pd import (
     connector as pd_connector,
 )
 from connector.pd import (
-    outbox as pd_desk,
+    outbox as pd_outbox,
 )
 from connector.pd import (
     peers as pd_asking,
@@ -49,9 +49,9 @@ from connector.pd import (
 )
 from connector.pd.outbox import Evidence
 from connector.pd.worker import LedgerMooncakeWorker
-from connector.runtime.failures import FailureLog
-from connector.runtime.rebase import adopt
-from connector.runtime.runtime import Books
+from connector.runtime.failure_log import FailureLog
+from connector.runtime.rebase import rebase_class
+from connector.runtime.runtime import LedgerRuntime
 from ledger import settings as ledger_settings
 from ledger.live.log import Log
 from ledger.settings import Settings
@@ -82,7 +82,7 @@ def virtual_time(clock: Clock, network: Network) -> Generator[None]:
         time_ns=clock.wall_ns,
     )
     with ExitStack() as stack:
-        for module in (upstream, pd_asking, pd_pulling, pd_pushing, pd_desk):
+        for module in (upstream, pd_asking, pd_pulling, pd_pushing, pd_outbox):
             stack.enter_context(mock.patch.object(module, "time", time))
         stack.enter_context(mock.patch.object(httpx, "AsyncClient", network.http_client()))
         stack.enter_context(mock.patch.object(upstream, "get_mooncake_bootstrap_addr", _bootstrap_of))
@@ -130,9 +130,9 @@ class Engine:
         self.clock = network.clock
         config, cache = self._config(), self._cache()
         settings = ledger_settings.parse({"on_invariant_violation": plan.shape.on_invariant_violation})
-        self.books = self._books(plan.seed, settings)
+        self.ledger = self._ledger(plan.seed, settings)
         self._hasher = kv_cache_utils.get_request_block_hasher(pl.BLOCK_SIZE, store_engine._hash)
-        with mock.patch.object(pd_connector, "open_books", return_value=self.books):
+        with mock.patch.object(pd_connector, "open_ledger", return_value=self.ledger):
             self.scheduler = store_engine._Ordered(
                 vllm_config=config,
                 kv_cache_config=cache,
@@ -281,7 +281,7 @@ class Engine:
         ]
         return KVCacheConfig(num_blocks=self.side.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
-    def _books(self, seed: int, settings: Settings) -> Books:
+    def _ledger(self, seed: int, settings: Settings) -> LedgerRuntime:
         log = Log(
             State(),
             queue_limit_events=1 << 30,
@@ -302,7 +302,7 @@ class Engine:
             "policy": self.shape.policy,
             "settings": settings.changed(),
         }
-        return Books(settings, opened, log)
+        return LedgerRuntime(settings, opened, log)
 
     def _worker(self, rank: int, config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> LedgerMooncakeWorker:
         loop = VirtualLoop(self.clock, self.network.connect)
@@ -310,7 +310,7 @@ class Engine:
         process = Process(self.index, self.name, rank, loop)
         bare = self._bare_worker(rank, config, cache, loop)
         bare.engine = TransferEngine(self.network, process)
-        worker = adopt(bare, LedgerMooncakeWorker)
+        worker = rebase_class(bare, LedgerMooncakeWorker)
         context = VirtualContext(self.network, process, worker)
         worker.watch_sockets = lambda: None  # type: ignore[method-assign]
         worker.async_zmq_ctx = context  # type: ignore[assignment]
@@ -320,7 +320,7 @@ class Engine:
         worker.open(of_rank, NAME, msgspec.structs.replace(settings, evidence=False))  # type: ignore[arg-type]
         worker._ended = True  # its shutdown would end real threads, and there are none
         worker.failures = FailureLog("", write=lambda _: None)
-        worker.evidence = Evidence(rank, _LogSender(self.books.log, rank))  # type: ignore[arg-type]
+        worker.evidence = Evidence(rank, _LogSender(self.ledger.log, rank))  # type: ignore[arg-type]
         self.network.targets[f"{self.name}:{bare.rpc_port}"] = self.index
         if self.role == "kv_producer":
             loop.create_task(worker._mooncake_sender_listener(threading.Event()))

@@ -230,13 +230,13 @@ class Run:
             watch.after_step()
             watch.at_the_end()
             if checks.broken is None:
-                watch.engine.books.log.append(ev.LogClosed)
+                watch.engine.ledger.log.append(ev.LogClosed)
             watch.take()
 
     def _give_up_on_the_starved(self) -> None:
         """Abort what vLLM's scheduler has stuck by itself; see `tools.sim.run.Run._is_starved`."""
         for watch in self.world.alive:
-            scheduler, book = watch.engine.scheduler, watch.engine.books.state.book
+            scheduler, book = watch.engine.scheduler, watch.engine.ledger.state.book
             starved = self._plan.shape.window and scheduler.kv_holding_waiting and not scheduler.running
             if starved and not book.recvs and not book.sends:
                 self.world.checks.count("engines starved by vLLM's own estimate")

@@ -231,9 +231,9 @@ class VirtualContext:
         if socket_type == zmq.ROUTER:
             return Router(self._network, self._process)
         made = Dealer(self._network, self._process)
-        asking = pd_asking.ASKING.get()
-        if asking is not None:
-            self._worker.watch_socket(asking, made)
+        peer_request = pd_asking.PEER_REQUEST.get()
+        if peer_request is not None:
+            self._worker.watch_socket(peer_request, made)
         return made
 
     def term(self) -> None:

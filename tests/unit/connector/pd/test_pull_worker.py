@@ -17,9 +17,9 @@ import zmq.asyncio
 
 from connector.pd import pull_worker as pd_pulling
 from connector.pd.metadata import LateReport, LostReport, PeerReport, PeersReport
-from connector.pd.peers import ASKING, Asking
+from connector.pd.peers import PEER_REQUEST, PeerRequest
 from connector.pd.stats import FAILURES
-from connector.runtime.failures import FailureLog
+from connector.runtime.failure_log import FailureLog
 from tests.engine.machine import free_port
 from tests.unit.connector.pd.world import Bootstrap, Decode, Peer, Status, pulls
 
@@ -437,9 +437,9 @@ def test_others_are_heard_beside_an_address_that_takes_every_connection_and_clos
     monkeypatch.setenv("VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "3")
     watch = decode.worker.watch_socket
 
-    def watch_hurried(asking: Asking, dealer: "zmq.asyncio.Socket") -> None:
+    def watch_hurried(peer_request: PeerRequest, dealer: "zmq.asyncio.Socket") -> None:
         dealer.setsockopt(zmq.RECONNECT_IVL, 1)
-        watch(asking, dealer)
+        watch(peer_request, dealer)
 
     monkeypatch.setattr(decode.worker.async_zmq_ctx, "watch", watch_hurried)
     taken: list[None] = []
@@ -480,16 +480,16 @@ def test_others_are_heard_when_a_connection_breaks_whose_peer_has_answered_for_a
 def test_sockets_are_given_back_however_soon_their_watch_ends(decode: Decode, peer: Peer) -> None:
     # ZeroMQ closes a socket in a thread of its own; on a busy machine that is long after its owner has closed it.
     async def ask(number: int) -> None:
-        asking = Asking("engine", f"peer {number}", peer.address, {})
-        ASKING.set(asking)
+        peer_request = PeerRequest("engine", f"peer {number}", peer.address, {})
+        PEER_REQUEST.set(peer_request)
         with decode.worker.async_zmq_ctx.socket(zmq.DEALER) as socket:
             socket.connect(peer.address)
             if number % 10:
                 time.sleep(0.002)  # there is a connection when the loop goes on
             for _ in range(number % 10):
                 await asyncio.sleep(0)
-        assert asking.watch is not None
-        asking.watch.cancel()
+        assert peer_request.watch is not None
+        peer_request.watch.cancel()
 
     def open_files() -> int:
         return sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -509,11 +509,11 @@ def test_a_socket_that_cannot_be_watched_fails_the_pull_and_is_closed(
     sockets: list[zmq.asyncio.Socket] = []
     watch = decode.worker.watch_socket
 
-    def watch_without_files(asking: Asking, socket: "zmq.asyncio.Socket") -> None:
+    def watch_without_files(peer_request: PeerRequest, socket: "zmq.asyncio.Socket") -> None:
         sockets.append(socket)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(zmq.asyncio.Context, "socket", too_many)
-            watch(asking, socket)
+            watch(peer_request, socket)
 
     def too_many(*_: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
@@ -540,7 +540,7 @@ def test_a_result_that_comes_twice_changes_nothing(decode: Decode, two_peers: tu
     first.answer(Status.CONTINUE, err=["r"], line="no")
     late = decode.until_report(LateReport, 2)
     assert {(report.request, report.transfer, report.why) for report in late} == {
-        ("r", "t-r", "tp0 pp0 had settled before")
+        ("r", "t-r", "tp0 pp0 had already settled")
     }
     second.answer(Status.FINISH, ok=["r", "other"])
     first.answer(Status.FINISH, ok=["other"])

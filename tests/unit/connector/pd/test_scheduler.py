@@ -11,8 +11,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.pd.metadata import (
-    NO_FAILURE,
-    Failure,
     LateReport,
     LostReport,
     PDWorkerMetadata,
@@ -22,6 +20,7 @@ from connector.pd.metadata import (
     Report,
     SentReport,
 )
+from connector.runtime.failures import NO_FAILURE, Failure
 from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.errors import InvariantViolation
@@ -40,7 +39,7 @@ class Engine(PlainScheduler):
     def __init__(self, role: str, **options: Any) -> None:
         super().__init__(NAME, kv_role=role, **options)
         self.events: list[ev.Event] = []
-        log = self.connector.books.log
+        log = self.connector.ledger.log
         append = log.append
 
         def keep(kind: type[ev.Event], **fields: Any) -> ev.Event:
@@ -52,7 +51,7 @@ class Engine(PlainScheduler):
 
     @property
     def state(self) -> State:
-        return self.connector.books.state
+        return self.connector.ledger.state
 
     def kinds(self) -> list[str]:
         """What was recorded, in order, without digests."""
@@ -285,7 +284,7 @@ def test_a_result_that_comes_late_or_twice_does_not_end_the_engine(make: Make) -
     while not request.is_finished():
         engine.step()
     engine.told(settled(failure=FAILED), recved={"r"})
-    engine.told(LateReport("recv", "r", "t-r", 0, "tp0 pp0 had settled before", "UNKNOWN"))
+    engine.told(LateReport("recv", "r", "t-r", 0, "tp0 pp0 had already settled", "UNKNOWN"))
     assert len(engine.of(ev.ReportIgnored)) == 5
     engine.all_is_back()
 
@@ -409,9 +408,9 @@ def test_a_request_that_is_sent_and_received_is_freed_once_and_last(make: Make, 
     request = waiting(engine)
     engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     # vLLM's own Mooncake connector does not let both be open; other ways to them are one hook away.
-    books, blocks = engine.connector.books, engine.state.book.recvs["r"].blocks
-    books.record(ev.SendRegistered, transfer="t-out", request="r", generation=1, ranks=((0, 0),))
-    books.record(ev.SendReady, transfer="t-out", request="r", generation=1, blocks=blocks)
+    ledger, blocks = engine.connector.ledger, engine.state.book.recvs["r"].blocks
+    ledger.record(ev.SendRegistered, transfer="t-out", request="r", generation=1, ranks=((0, 0),))
+    ledger.record(ev.SendReady, transfer="t-out", request="r", generation=1, blocks=blocks)
     received, sent = settled(), SentReport("r", "t-out", 0, "sent", 1)
     for what in order:
         assert engine.pool.get_num_free_blocks() < engine.free

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from connector.runtime.failures import Failure
 from connector.store.metadata import JobReport, LoadReport
 from ledger import events as ev
 from ledger.blocks import numbers
@@ -22,7 +23,7 @@ class Recorded(PlainScheduler):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.events: list[ev.Event] = []
-        log = self.connector.books.log
+        log = self.connector.ledger.log
         append = log.append
 
         def keep(kind: type[ev.Event], **fields: Any) -> ev.Event:
@@ -33,7 +34,7 @@ class Recorded(PlainScheduler):
 
     @property
     def state(self) -> State:
-        return self.connector.books.state
+        return self.connector.ledger.state
 
     def of(self, kind: type[ev.Event]) -> list[Any]:
         """Return the events of a kind."""
@@ -285,8 +286,8 @@ def test_a_load_settles_when_every_rank_has_answered_and_the_request_runs(make: 
 def test_a_failed_load_fails_once_settles_after_all_ranks_and_is_recomputed(make: Make) -> None:
     plain, blocks = loading(make, world_size=3)
     failed = ((0, ((blocks[2], blocks[2]),)),)
-    bad = {"code": "BLOCK_NOT_FOUND", "raw": "-704", "stage": "STORE_GET", "blocks": failed, "failed_keys": 1}
-    plain.step(loads=[LoadReport(0, 1, "failed", **bad), LoadReport(0, 0, "failed", **bad)])
+    bad = Failure("BLOCK_NOT_FOUND", "-704", "STORE_GET", blocks=failed, keys=1)
+    plain.step(loads=[LoadReport(0, 1, "failed", bad), LoadReport(0, 0, "failed", bad)])
     assert len(plain.of(ev.LoadFailed)) == 1
     assert plain.of(ev.LoadFailed)[0].rank == 1
     assert not plain.of(ev.LoadSettled)
@@ -299,7 +300,7 @@ def test_a_failed_load_fails_once_settles_after_all_ranks_and_is_recomputed(make
 
 def test_a_failed_load_ends_the_request_when_the_policy_says_fail(make: Make) -> None:
     plain, blocks = loading(make, kv_load_failure_policy="fail")
-    report = LoadReport(0, 0, "failed", "BLOCK_NOT_FOUND", "-704", "STORE_GET")
+    report = LoadReport(0, 0, "failed", Failure("BLOCK_NOT_FOUND", "-704", "STORE_GET"))
     plain.step(loads=[report], finished_recving={"a"}, invalid_block_ids=set(blocks))
     assert plain.of(ev.RequestFinished)[0].reason == "error"
     assert plain.of(ev.LoadRecovered)[0].action == "failed"
@@ -311,7 +312,10 @@ def test_a_late_or_second_answer_of_a_rank_is_recorded_and_changes_nothing(make:
     plain.step(loads=[LoadReport(0, 0, "loaded")], finished_recving={"a"})
     scheduled = plain.schedule()
     before = plain.state.digest()
-    plain.update(scheduled, kv_connector_worker_meta=plain.reports([], [LoadReport(0, 0, "failed", "UNKNOWN")]))
+    plain.update(
+        scheduled,
+        kv_connector_worker_meta=plain.reports([], [LoadReport(0, 0, "failed", Failure("UNKNOWN", "", "STORE_GET"))]),
+    )
     assert plain.of(ev.ReportIgnored)
     assert not plain.of(ev.LoadFailed)
     assert plain.state.digest() == before

@@ -1,7 +1,6 @@
 """What the worker half of the store connector reports, and in which step, on upstream's real classes."""
 
 import json
-import logging
 import queue
 import threading
 from types import SimpleNamespace
@@ -10,21 +9,18 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 
-from connector.runtime import failures
-from connector.runtime.failures import FailureLog, LedgerStoreStats, open_failure_log
-from connector.store.integrity import Fingerprints, Guard, Planned
-from connector.store.load_thread import Ticket
+from connector.runtime.failure_log import FailureLog
+from connector.store.integrity import Fingerprints, Guard, PlannedPut
+from connector.store.load_thread import RankLoad
 from connector.store.metadata import JobReport, LoadReport
-from connector.store.recording_store import RecordingStore, Work
-from connector.store.save_planner import SavePlanner
-from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, Reports
-from ledger.codes import KVCacheErrorCode, Stage
-from ledger.errors import KVTransferError
+from connector.store.recording_store import RecordingStore, StoreWork
+from connector.store.stats import FAILURES, LedgerStoreStats
+from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, StoreOutbox
 from tests.unit.log_files import logged
 
 
 def test_a_loads_report_goes_with_vllms_own_answer_and_not_before_it():
-    reports = Reports(0)
+    reports = StoreOutbox(0)
     loaded = LoadReport(3, 0, "loaded")
     reports.add_load("a", loaded)
     assert reports.take() is None
@@ -49,7 +45,7 @@ class Retrying:
 def worker(monkeypatch: pytest.MonkeyPatch) -> LedgerStoreWorker:
     """A worker half without caches and store, whose upstream finishes the loads that a test names."""
     made = LedgerStoreWorker.__new__(LedgerStoreWorker)
-    made._reports, made._tickets, made._step, made.retries = Reports(0), {}, 0, Retrying()  # type: ignore[assignment]
+    made._outbox, made._loads, made._step, made.retries = StoreOutbox(0), {}, 0, Retrying()  # type: ignore[assignment]
     made._sender = None
     finished: set[str] = set()
     made.finished = finished  # type: ignore[attr-defined]
@@ -60,8 +56,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> LedgerStoreWorker:
     return made
 
 
-def give(worker: LedgerStoreWorker, step: int, loads: dict[str, int]) -> list[Ticket]:
-    """Let a step give loads to the worker, and return their tickets."""
+def give(worker: LedgerStoreWorker, step: int, loads: dict[str, int]) -> list[RankLoad]:
+    """Let a step give loads to the worker, and return them."""
     requests = [SimpleNamespace(req_id=request) for request in loads]
     worker.start_load_kv(SimpleNamespace(kvledger=(step, loads), requests=requests))  # type: ignore[arg-type]
     return [request.kvledger_load for request in requests]
@@ -85,7 +81,7 @@ def test_nothing_is_kept_of_loads_that_were_answered(worker: LedgerStoreWorker):
     give(worker, 1, {"a": 0, "b": 1})
     worker.finished.update(("a", "b"))  # type: ignore[attr-defined]
     worker.get_transfer_results(set(), None)  # type: ignore[arg-type]
-    assert not worker._tickets
+    assert not worker._loads
 
 
 class NoRoom(Fingerprints):
@@ -100,7 +96,7 @@ def test_a_save_whose_fingerprints_cannot_be_taken_is_made_without_and_ends_no_e
     cache = torch.zeros(4, 64)
     thread = LedgerSendingThread.__new__(LedgerSendingThread)
     thread._guard = Guard(NoRoom([cache]), [b"x" * 16], lambda _: 0, 1)
-    planned = [Planned("k@group:0@00", [cache.data_ptr()], [256])]
+    planned = [PlannedPut("k@group:0@00", [cache.data_ptr()], [256])]
     thread._planner = SimpleNamespace(plan=lambda _: planned)  # type: ignore[assignment]
     thread._name = str
     thread.done_task_lock, thread.stored_requests, thread.request_queue = threading.Lock(), {}, queue.Queue()
@@ -112,15 +108,6 @@ def test_a_save_whose_fingerprints_cannot_be_taken_is_made_without_and_ends_no_e
     assert "request r0" in line
 
 
-def test_planning_a_save_leaves_nothing_behind():
-    planner = SavePlanner.__new__(SavePlanner)
-    planner._noting, planner.request_queue = SimpleNamespace(planned=[]), queue.Queue()  # type: ignore[assignment]
-    planner._thread = SimpleNamespace(_saved_offset={})  # type: ignore[assignment]
-    planner._handle_request = lambda _: planner.request_queue.task_done()  # type: ignore[method-assign]
-    planner.plan(SimpleNamespace(current_event=None))  # type: ignore[arg-type]
-    assert (planner.request_queue.qsize(), planner.request_queue.unfinished_tasks) == (0, 0)
-
-
 def test_a_block_that_failed_under_several_keys_is_one_failed_block():
     class Full:
         def batch_put_from_multi_buffers(self, keys: list[str], *_: object) -> list[int]:
@@ -128,59 +115,16 @@ def test_a_block_that_failed_under_several_keys_is_one_failed_block():
 
     lines: list[str] = []
     thread = LedgerSendingThread.__new__(LedgerSendingThread)
-    thread._reports, thread._failures = Reports(0), FailureLog("e", lines.append)
+    thread._outbox, thread._failures = StoreOutbox(0), FailureLog("e", lines.append)
     thread.store = RecordingStore(Full(), 0, None)
     thread.store.locate_with(SimpleNamespace(locate=lambda _, address: (0, address)))  # type: ignore[arg-type]
     blocks = [5, 5, 5, 5, 6, 6, 6, 6]  # two blocks, in four shards each
-    with thread.store.working(Work("r", job=0)) as work:
+    with thread.store.working(StoreWork("r", job=0)) as work:
         thread.store.batch_put_from_multi_buffers(
             [f"k@group:0@{number:02}" for number in range(8)], [[block] for block in blocks], [[8]] * 8
         )
-        thread._tell(JobReport(0, 0, "failed", work.code, work.raw, work.exception))
+        thread._report_failure(JobReport(0, 0, "failed", work.failure))
     assert json.loads(lines[0])["failed_blocks"] == 2
     stats = LedgerStoreStats()
     thread._failures.move_to(stats)
-    assert stats.data[failures.FAILURES][0]["blocks"] == 2
-
-
-@pytest.fixture
-def no_failure_log(monkeypatch: pytest.MonkeyPatch):
-    """The failure log as in a new process, and as it was afterwards."""
-    monkeypatch.setattr(failures, "_opened", None)
-    logger = logging.getLogger("kvledger.failures")
-    before, propagate = list(logger.handlers), logger.propagate
-    logger.handlers.clear()
-    logger.propagate = True
-    yield
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers[:], logger.propagate = before, propagate
-
-
-def a_failure() -> KVTransferError:
-    return KVTransferError(
-        code=KVCacheErrorCode.UNKNOWN, stage=Stage.STORE_PUT, raw="", exception="", request="r", rank=0
-    )
-
-
-@pytest.mark.usefixtures("no_failure_log")
-@pytest.mark.parametrize("paths", [["", "a"], ["a", ""], ["a", "a"]])
-def test_a_failure_log_that_one_of_two_connectors_names_is_written(tmp_path, paths):
-    with logged() as said:
-        for path in paths:
-            open_failure_log(str(tmp_path / path) if path else "")
-    FailureLog("e").report(a_failure())
-    assert len((tmp_path / "a").read_text().splitlines()) == 1
-    assert not said.lines
-
-
-@pytest.mark.usefixtures("no_failure_log")
-def test_of_two_failure_logs_the_second_is_said_to_be_left_out(tmp_path):
-    with logged() as said:
-        open_failure_log(str(tmp_path / "a"))
-        open_failure_log(str(tmp_path / "b"))
-    (line,) = said.lines
-    assert str(tmp_path / "b") in line
-    FailureLog("e").report(a_failure())
-    assert (tmp_path / "a").exists()
-    assert not (tmp_path / "b").exists()
+    assert stats.data[FAILURES][0]["blocks"] == 2
