@@ -115,16 +115,16 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
     """Run a seed, and return the truth and the events of its log."""
     from connector.store.recording_store import key_hash
     from ledger import events as ev
-    from tools.sim import plan as pl
-    from tools.sim.canaries import canary
-    from tools.sim.engine import quiet
-    from tools.sim.run import Run
+    from tools.sim.engines import quiet
+    from tools.sim.store import plan as pl
+    from tools.sim.store.canaries import BY_NAME
+    from tools.sim.store.run import Run
 
     quiet()
     alter = None
     plan = pl.draw(seed, steps)
     if canary_name:
-        plan, alter = canary(canary_name).plan(seed, steps), canary(canary_name).alter
+        plan, alter = BY_NAME[canary_name].plan(seed, steps), BY_NAME[canary_name].alter
     run = Run(plan, only=NOTHING, keep_log=True, alter=alter)
     checks = run.world.checks
     poisoned: dict[str, None] = {}
@@ -148,7 +148,7 @@ def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
     checks.fail, checks.stored = fail, stored  # type: ignore[method-assign]
     result = run.play()
     decode = msgspec.json.Decoder(ev.AnyEvent).decode
-    events = [decode(line) for line in result.lines]
+    events = [decode(line) for lines in result.lines.values() for line in lines]
     last_step = max((event.step for event in events), default=0)
     began = {event.job: event.step for event in events if isinstance(event, ev.JobRegistered)}
     asked = {event.request: event.step for event in events if isinstance(event, ev.LoadPlanned)}
@@ -191,7 +191,7 @@ def _struck(plan: Any, run: Any) -> list[str]:
 
     A call's fault strikes only if there is such a call. What has a moment of its own strikes if the run came so far.
     """
-    from tools.sim import plan as pl
+    from tools.sim.store import plan as pl
 
     struck = {name.partition(" ")[0] for name in run.world.faults.hits}
     executed = run.world.engine.executed
@@ -310,7 +310,7 @@ def table(scores: Iterable[Score]) -> str:
 
 def table_of_faults(scores: Iterable[Score]) -> str:
     """Return, for each kind of fault, how the verdicts did in the runs in which it struck."""
-    from tools.sim.plan import FAULTS
+    from tools.sim.store.plan import FAULTS
 
     lines = ["| fault | runs in which it struck | to find in these | found | false alarms |", "|---|---|---|---|---|"]
     drawn = [each for each in scores if each.name == ALL_FAULTS]
@@ -388,7 +388,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true", help="write docs/score-simulator.md")
     options = parser.parse_args()
-    from tools.sim.canaries import CANARIES
+    from tools.sim.store.canaries import CANARIES
 
     work = [(seed, options.steps, "") for seed in options.seeds]
     work += [(seed, options.steps, each.name) for each in CANARIES for seed in options.canary_seeds]

@@ -50,7 +50,7 @@ def score_pd(seed: int, steps: int) -> PdScore:
     from ledger import events as ev
     from ledger.replay.fold import Replay
     from ledger.replay.join import join
-    from tools.sim.engine import quiet
+    from tools.sim.engines import quiet
     from tools.sim.pd import plan as pl
     from tools.sim.pd.run import Run
 

@@ -7,9 +7,9 @@ import pytest
 from tools.score import CASES, PAGE, score
 from tools.score_pd import CASES as PD_CASES
 from tools.score_pd import score_pd
-from tools.sim.canaries import CANARIES
 from tools.sim.pd import plan as pd_plan
-from tools.sim.plan import FAULTS
+from tools.sim.store.canaries import CANARIES
+from tools.sim.store.plan import FAULTS
 
 SEEDS = range(900, 912)
 """None of those that the verdicts were looked at with while they were written."""

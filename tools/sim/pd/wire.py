@@ -21,7 +21,7 @@ from tools.sim.clock import STEP_NS, Clock
 from tools.sim.pd import plan as pl
 from tools.sim.pd.loop import VirtualLoop
 from tools.sim.pd.memory import Machines
-from tools.sim.plan import mix
+from tools.sim.plans import mix
 
 Status = upstream.MooncakeXferResponseStatus
 
