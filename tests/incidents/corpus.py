@@ -13,6 +13,7 @@ import msgspec
 
 from ledger import events as ev
 from tests.incidents.script import Script
+from tools.scoring.common import Must
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -20,21 +21,12 @@ Story = Callable[[], dict[str, Script]]
 """Tells an incident: the logs of its engines by name."""
 
 
-class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding that a log must have.
+class Expected(Must, frozen=True, kw_only=True):
+    """A finding that a log must have. `jobs`, `blocks`: those that it must name; None for any."""
 
-    Attributes:
-        says: words that culprit and title must contain: the finding names the cause.
-    """
-
-    kind: str
-    certainty: str = "proven"
     log: str = "engine"
     jobs: tuple[int, ...] | None = None
-    ranks: tuple[int, ...] | None = None
-    requests: tuple[str, ...] | None = None
     blocks: tuple[tuple[int, int], ...] | None = None
-    says: tuple[str, ...] = ()
 
 
 class Incident(msgspec.Struct, frozen=True):

@@ -22,14 +22,14 @@ R = TypeVar("R")
 CLOSE_TIMEOUT_S = 60.0
 
 
-def played(work: Sequence[W], play: Callable[[W], R], processes: int) -> Iterator[R]:
-    """Play all work, in several processes if there is enough of it, and yield results as they come."""
+def played(work: Sequence[W], play: Callable[[W], R], processes: int, in_order: bool = False) -> Iterator[R]:
+    """Play all work, in several processes if there is enough of it, and yield results as they come, or in order."""
     processes = min(processes, len(work))
     if processes < 2:
         yield from map(play, work)
         return
     with multiprocessing.get_context("fork").Pool(processes) as pool:  # vLLM is imported, and no thread was started
-        yield from pool.imap_unordered(play, work, chunksize=4)
+        yield from (pool.imap if in_order else pool.imap_unordered)(play, work, chunksize=4)
 
 
 class Seeds(click.ParamType[range]):
