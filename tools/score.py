@@ -1,432 +1,103 @@
-"""Judges the verdicts by runs of the simulator, where the truth is known: what was found, missed, and made up.
+"""Score the verdicts by what is known to be true, and write the pages that say how well they do.
 
-    python tools/score.py [--seeds 0:500] [--steps 300] [--canary-seeds 0:40] [--pd-seeds 0:300] [--write]
+    python tools/score.py corpus --write                  # docs/score.md: logs scripted after public incidents; seconds
+    python tools/score.py simulator --write               # docs/score-simulator.md: simulated engines; about 20 minutes
+    python tools/score.py engine --runs FOLDER --write    # docs/score-engine.md: real engines; about 15 minutes
 
-Every run's log is replayed by the verdicts alone, and compared with what the simulator knows and the log does not say:
-which jobs and loads never settled, which keys hold the KV of another prefix, which reports were broken, whether the
-engine died. With `--write`, the tables go to docs/score-simulator.md. It takes about a second a run.
+Without `--write` a page is only printed. Exit status: 0 if all is well, 1 if something is missed or made up (of
+simulated engines, only if it is made up), 2 for wrong usage.
 """
 
-import argparse
-import multiprocessing
 import os
-import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import msgspec
+import click
 
-from tools.score_pd import PdScore, score_pd
-from tools.score_pd import table as table_of_pd
+from tools.sim import many
 
-PAGE = Path(__file__).parent.parent / "docs" / "score-simulator.md"
+if TYPE_CHECKING:
+    from tools.scoring.common import RunScore
 
-NOTHING = frozenset({"nothing"})
-"""A kind of failed check that does not exist: runs go on to their end, whatever the simulator's own checks say."""
-
-LONG_ENOUGH_STEPS = 150
-"""What is open for less when the log ends is in flight for all that a log can say."""
-
-CASES = (
-    "unsettled job",
-    "unsettled load",
-    "poisoned key",
-    "broken rule",
-    "late answer",
-    "failed load",
-    "engine died",
-    "other state",
-)
-"""What there may be to find in a run. `other state`: the engine's state is not what its log folds to."""
-
-GIVING_AWAY = frozenset({"pins-off", "by-request", "first-failure", "first-rank"})
-"""Mistakes by which blocks are given up while somebody may use them."""
-
-BROKEN_RULES = frozenset({"over_report", "stale_completion", "double_free", "broken_rule"})
-"""What a broken rule is called, by which rule it is."""
-
-HELD = frozenset({"leak", "stall", "missing_ranks"})
-FAILED_LOADS = frozenset({"load_failed", "evicted_before_load", "lost_store", "retry_loop"})
-
-_READ_FOR_JOB = re.compile(r"reads block \d+ for (?:job (\d+))")
-"""What the simulator says of a put that touches a block of somebody else."""
+written = click.option("--write", is_flag=True, help="Write the page.")
 
 
-class Truth(msgspec.Struct):
-    """What a run did, as the simulator knows it.
-
-    Attributes:
-        jobs, loads: what was open at the end for long enough; the loads by request.
-        open_jobs, open_loads: all that was open at the end.
-        poisoned: keys that were stored with the KV of another prefix.
-        waiting: requests that had not ended.
-        broken_rules: broken rules of the book that the engine recorded.
-        misread: store jobs for which a rank read a block that had been given to somebody else.
-        gave_away: whether blocks were given up while somebody might use them.
-        other_state: whether a checkpoint was written after the state had been changed beside the log.
-        faults: kinds of fault that struck.
-    """
-
-    ended: str
-    jobs: list[int]
-    loads: list[str]
-    open_jobs: list[int]
-    open_loads: list[str]
-    poisoned: list[str]
-    broken_rules: int
-    late_answers: int
-    failed_loads: int
-    misread: list[int]
-    gave_away: bool
-    waiting: list[str]
-    other_state: bool
-    faults: list[str]
+@click.group(help=__doc__.split("\n\n", 1)[0] if __doc__ else "")
+def main() -> None:
+    """Read the command line."""
 
 
-class Score(msgspec.Struct):
-    """How the verdicts did in one run.
+@main.command("corpus")
+@written
+def corpus(write: bool) -> None:
+    """Score the logs of tests/incidents."""
+    from tools.scoring import corpus
 
-    Attributes:
-        due, hit: by case, how much there was to find, and how much was found.
-        proven, suspected: keys that are proven to hold the KV of another request, or suspected to do so (or were stored
-            by a job whose blocks were freed early), and hold what they should.
-        alarms: findings that nothing in the truth explains.
-    """
-
-    seed: int
-    name: str
-    events: int
-    faults: list[str]
-    due: dict[str, int]
-    hit: dict[str, int]
-    proven: int
-    suspected: int
-    alarms: list[str]
-    misses: list[str]
+    rows = corpus.scores()
+    problems = [f"{row.incident.id}: {problem}" for row in rows for problem in row.problems]
+    _end(corpus.page(rows), corpus.PAGE, write, problems)
 
 
-def play(seed: int, steps: int, canary_name: str) -> tuple[Truth, list[Any]]:
-    """Run a seed, and return the truth and the events of its log."""
-    from connector.store.recording_store import key_hash
-    from ledger import events as ev
-    from tools.sim import plan as pl
-    from tools.sim.canaries import canary
-    from tools.sim.engine import quiet
-    from tools.sim.run import Run
+@main.command("simulator")
+@click.option("--seeds", type=many.Seeds(), default="0:500", show_default=True, help="With all faults.")
+@click.option("--canary-seeds", type=many.Seeds(), default="0:40", show_default=True, help="For each known mistake.")
+@click.option("--pd-seeds", type=many.Seeds(), default="0:300", show_default=True, help="Of prefills and a decode.")
+@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Steps of the store's engines.")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes; one for each core.")
+@written
+def simulator(seeds: range, canary_seeds: range, pd_seeds: range, steps: int, jobs: int, write: bool) -> None:
+    """Score simulated engines, with the store connector and of P/D."""
+    from tools.scoring import simulator as page
+    from tools.sim.store.canaries import CANARIES
 
-    quiet()
-    alter = None
-    plan = pl.draw(seed, steps)
-    if canary_name:
-        plan, alter = canary(canary_name).plan(seed, steps), canary(canary_name).alter
-    run = Run(plan, only=NOTHING, keep_log=True, alter=alter)
-    checks = run.world.checks
-    poisoned: dict[str, None] = {}
-    wrong_content: list[str] = []
-    wrong_owner: list[str] = []
-    note_stored, note_failed = checks.stored, checks.fail
-
-    def fail(kind: str, detail: str) -> None:
-        if kind == "poison":
-            wrong_content.append(detail)
-        elif kind == "ownership":
-            wrong_owner.append(detail)
-        note_failed(kind, detail)
-
-    def stored(rank: int, item: Any, key: str, *rest: Any) -> None:
-        before = len(wrong_content)
-        note_stored(rank, item, key, *rest)
-        if len(wrong_content) > before:
-            poisoned[key_hash(key)] = None
-
-    checks.fail, checks.stored = fail, stored  # type: ignore[method-assign]
-    result = run.play()
-    decode = msgspec.json.Decoder(ev.AnyEvent).decode
-    events = [decode(line) for line in result.lines]
-    last_step = max((event.step for event in events), default=0)
-    began = {event.job: event.step for event in events if isinstance(event, ev.JobRegistered)}
-    asked = {event.request: event.step for event in events if isinstance(event, ev.LoadPlanned)}
-    book = run.world.engine.ledger.state.book
-    open_jobs = sorted({*checks.jobs, *book.jobs})
-    open_loads = sorted({*checks.loads, *book.loading})
-    truth = Truth(
-        ended=result.ended,
-        jobs=[job for job in open_jobs if last_step - began.get(job, last_step) >= LONG_ENOUGH_STEPS],
-        loads=[load for load in open_loads if last_step - asked.get(load, last_step) >= LONG_ENOUGH_STEPS],
-        open_jobs=open_jobs,
-        open_loads=open_loads,
-        poisoned=list(poisoned),
-        # A mistake that swallows a broken rule leaves nothing in the log to find: what counts is what was recorded.
-        broken_rules=sum(isinstance(event, ev.InvariantViolated) for event in events),
-        late_answers=sum(isinstance(event, ev.ReportIgnored) for event in events),
-        misread=sorted({int(job) for detail in wrong_owner for job in _READ_FOR_JOB.findall(detail)}),
-        waiting=sorted(run.world.engine.scheduler.requests),
-        gave_away=canary_name in GIVING_AWAY or bool(wrong_owner),
-        failed_loads=sum(isinstance(event, ev.LoadSettled) and event.outcome == "failed" for event in events),
-        other_state=canary_name == "beside-the-log" and _has_checkpoint_after(events, ev.RankCompleted),
-        faults=_struck(plan, run),
-    )
-    return truth, events
-
-
-def _has_checkpoint_after(events: Iterable[Any], kind: type[Any]) -> bool:
-    from ledger import events as ev
-
-    seen = False
-    for event in events:
-        seen = seen or isinstance(event, kind)
-        if seen and isinstance(event, ev.Checkpoint):
-            return True
-    return False
-
-
-def _struck(plan: Any, run: Any) -> list[str]:
-    """Return the kinds of fault that struck in a run, in the order of `FAULTS`.
-
-    A call's fault strikes only if there is such a call. What has a moment of its own strikes if the run came so far.
-    """
-    from tools.sim import plan as pl
-
-    struck = {name.partition(" ")[0] for name in run.world.faults.hits}
-    executed = run.world.engine.executed
-    timed = {pl.Stray: "stray", pl.Stall: "stall", pl.Pressure: "pressure"}
-    struck |= {timed[type(each)] for each in plan.decisions if type(each) in timed and each.step <= executed}
-    seen = run.world.checks.seen
-    struck |= {"die"} if seen.get("ranks died") else set()
-    struck |= {"lose"} if seen.get("messages lost") else set()
-    struck |= {"evict"} if run.world.store.evictions else set()
-    return [kind for kind in pl.FAULTS if kind in struck]
-
-
-def score(seed: int, steps: int, canary_name: str) -> Score:
-    """Run a seed, replay its log, and compare."""
-    from ledger.queries.blast_radius import blast_radius
-    from ledger.replay.fold import replay
-
-    truth, events = play(seed, steps, canary_name)
-    result = replay(events)
-    findings = result.findings
-    held = [finding for finding in findings if finding.kind in HELD]
-    named_jobs = {job for finding in held for job in finding.jobs}
-    named_loads = {request for finding in held for request in finding.requests}
-    named = [entry for finding in findings for entry in finding.facts.get("tainted", ())]
-    proven = {entry["key"] for entry in named if entry["certainty"] == "proven" and entry["returned"]}
-    suspected = {entry["key"] for entry in named}
-    derived: set[str] = set()
-    for kind, job in {(finding.kind, job) for finding in findings for job in finding.jobs}:
-        for radius in blast_radius([events.__iter__], job) if kind in ("poison", "early_free") else ():
-            derived.update(radius.derived)
-            suspected.update(radius.keys if kind == "early_free" else ())
-    tainted = suspected | derived
-    kinds = {finding.kind for finding in findings}
-    due: dict[str, int] = {
-        "unsettled job": len(truth.jobs),
-        "unsettled load": len(truth.loads),
-        "poisoned key": len(truth.poisoned),
-        "broken rule": bool(truth.broken_rules),
-        "late answer": bool(truth.late_answers),
-        "failed load": bool(truth.failed_loads),
-        "engine died": truth.ended in ("died", "violation"),
-        "other state": truth.other_state,
-    }
-    hit: dict[str, int] = {
-        "unsettled job": len(named_jobs.intersection(truth.jobs)),
-        "unsettled load": len(named_loads.intersection(truth.loads)),
-        "poisoned key": len(tainted.intersection(truth.poisoned)),
-        "broken rule": due["broken rule"] and bool(kinds & BROKEN_RULES),
-        "late answer": due["late answer"] and "late_event" in kinds,
-        "failed load": due["failed load"] and bool(kinds & FAILED_LOADS),
-        "engine died": due["engine died"] and "torn_log" in kinds,
-        "other state": due["other state"] and bool(result.mismatch or result.refused),
-    }
-    return Score(
-        seed,
-        canary_name or ALL_FAULTS,
-        len(events),
-        truth.faults,
-        {case: int(number) for case, number in due.items()},
-        {case: int(number) for case, number in hit.items()},
-        len(proven.difference(truth.poisoned)),
-        len(suspected.difference(proven, truth.poisoned)),
-        [f"{each.kind} ({each.certainty}): {each.title}" for each in findings if not _explained(each, truth)],
-        [case for case in CASES if hit[case] < due[case]],
-    )
-
-
-def _explained(finding: Any, truth: Truth) -> bool:
-    """Return whether something in the truth is what a finding says."""
-    kind = finding.kind
-    if kind in HELD:
-        if finding.jobs:
-            return set(finding.jobs) <= set(truth.open_jobs)
-        nothing_open = not finding.ranks and not finding.blocks
-        return not set(truth.waiting if nothing_open else truth.open_loads).isdisjoint(finding.requests)
-    if kind == "poison" and finding.certainty == "proven" and finding.jobs:
-        # By ownership: the block was another's when it was read.
-        return set(finding.jobs) <= set(truth.misread)
-    if kind in BROKEN_RULES:
-        return truth.broken_rules > 0
-    if kind in FAILED_LOADS:
-        return truth.failed_loads > 0
-    if kind in ("poison", "early_free"):
-        return truth.gave_away
-    if kind == "late_event":
-        return truth.late_answers > 0
-    return kind == "torn_log" and truth.ended in ("died", "violation", "broken")
-
-
-def _score_one(work: tuple[int, int, str]) -> Score | PdScore:
-    seed, steps, name = work
-    return score_pd(seed, PD_STEPS) if name == PD else score(seed, steps, name)
-
-
-def table(scores: Iterable[Score]) -> str:
-    """Return the table of what there was to find and what was found."""
-    by_name: dict[str, list[Score]] = {}
-    for each in scores:
-        by_name.setdefault(each.name, []).append(each)
-    lines = [
-        f"| runs | events | {' | '.join(CASES)} | right keys proven / suspected | false alarms |",
-        f"|---|---|{'---|' * len(CASES)}---|---|",
-    ]
-    for name, group in by_name.items():
-        cells = [
-            f"{sum(each.hit[case] for each in group)} of {sum(each.due[case] for each in group)}" for case in CASES
-        ]
-        right = f"{sum(each.proven for each in group)} / {sum(each.suspected for each in group)}"
-        alarms = sum(len(each.alarms) for each in group)
-        lines.append(
-            f"| {len(group)} x {name} | {sum(each.events for each in group):,} | {' | '.join(cells)} "
-            f"| {right} | {alarms} |"
-        )
-    return "\n".join(lines)
-
-
-def table_of_faults(scores: Iterable[Score]) -> str:
-    """Return, for each kind of fault, how the verdicts did in the runs in which it struck."""
-    from tools.sim.plan import FAULTS
-
-    lines = ["| fault | runs in which it struck | to find in these | found | false alarms |", "|---|---|---|---|---|"]
-    drawn = [each for each in scores if each.name == ALL_FAULTS]
-    for fault in (*FAULTS, ""):
-        group = [each for each in drawn if (fault in each.faults if fault else not each.faults)]
-        due, hit = sum(sum(each.due.values()) for each in group), sum(sum(each.hit.values()) for each in group)
-        lines.append(
-            f"| {fault or 'none'} | {len(group)} | {due} | {hit} | {sum(len(each.alarms) for each in group)} |"
-        )
-    return "\n".join(lines)
-
-
-def page(scores: Sequence[Score], pd: Sequence[PdScore], missed: Sequence[str]) -> str:
-    """Return docs/score-simulator.md."""
-    parts = [HEAD, table(scores), "", *missed, FAULTS_HEAD, table_of_faults(scores), "", PD_HEAD, table_of_pd(pd), FOOT]
-    return "\n".join(parts)
-
-
-def _seeds(scores: Sequence[Score | PdScore]) -> str:
-    seeds = [each.seed for each in scores]
-    return f"{min(seeds)} to {max(seeds)}" if seeds else "none"
-
-
-ALL_FAULTS = "all faults"
-PD = "P/D"
-PD_STEPS = 120
-
-HEAD = """# How well the verdicts do on simulated engines
-
-<!-- Written by `python tools/score.py --write`. -->
-
-Runs of the simulator on vLLM's real scheduler, with every kind of fault, and with the known mistakes of its canaries
-switched on. The verdicts see the log alone; the simulator knows what really happened. Each cell says how much of that
-was found. *False alarms* are findings that nothing which happened explains.
-"""
-
-FAULTS_HEAD = """What struck in the runs with all faults. Most had several kinds, and what there was to find counts for
-each kind.
-"""
-
-PD_HEAD = """Prefills and a decode, with several peers, ranks and stages; all logs of a run are replayed together.
-*Wrong side* counts findings that call an engine which can only decode a prefill that knows nothing, or the reverse.
-"""
-
-FOOT = """
-A poisoned key is found if a `poison` finding names it, if it was computed from such a key, or if `kvledger
-blast-radius` lists it for a job whose blocks were freed early. *Right keys proven / suspected* are those that a finding
-names and that hold the KV that they should. A suspected one was read in time. A proven one holds the KV of another
-request as it says, and that one shares the prefix up to there, which the log does not tell; what was computed from
-wrong KV is left out, because the simulator computes nothing.
-
-Poisoned keys that nobody names are those of which the log holds too little: who shares blocks in the engine's own
-prefix cache, and who gets a block that no open work names. The latter is why `first-failure` has most of them: the log
-proves that a request went on while its load still wrote (`early_free`), and not which of the keys that it saved later
-were struck.
-
-The last five mistakes break rules of which a log keeps no trace, but for `beside-the-log`, where the digests in the log
-are not those of its fold. Of the others only silence is asked here; the simulator's own checks find them.
-
-Both sides were written by this project, and the simulator draws only faults that its authors thought of.
-"""
-
-
-def _range(text: str) -> range:
-    first, _, last = text.partition(":")
-    return range(int(first), int(last))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=_range, default=range(500), help="seeds with all faults, first:last")
-    parser.add_argument("--canary-seeds", type=_range, default=range(40), help="seeds for each known mistake")
-    parser.add_argument("--pd-seeds", type=_range, default=range(300), help="seeds of prefills and a decode")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", action="store_true", help="write docs/score-simulator.md")
-    options = parser.parse_args()
-    from tools.sim.canaries import CANARIES
-
-    work = [(seed, options.steps, "") for seed in options.seeds]
-    work += [(seed, options.steps, each.name) for each in CANARIES for seed in options.canary_seeds]
-    work += [(seed, PD_STEPS, PD) for seed in options.pd_seeds]
+    work = [(seed, steps, "") for seed in seeds]
+    work += [(seed, steps, each.name) for each in CANARIES for seed in canary_seeds]
+    work += [(seed, steps, page.PD) for seed in pd_seeds]
     started_s = time.perf_counter()
-    scores: list[Score] = []
-    pd: list[PdScore] = []
-    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        for each in pool.imap(_score_one, work, chunksize=4):
-            if isinstance(each, PdScore):
-                pd.append(each)
-            else:
-                scores.append(each)
-            for alarm in each.alarms:
-                print(f"seed {each.seed}, {_name(each)}: false alarm: {alarm}", flush=True)
-            if sys.stderr.isatty():
-                print(f"\r{len(scores) + len(pd)} of {len(work)}", end="", file=sys.stderr)
-    counted = Counter((_name(each), case) for each in (*scores, *pd) for case in each.misses)
-    missed: list[str] = []
-    for (name, case), number in counted.items():
-        seeds = [each.seed for each in (*scores, *pd) if _name(each) == name and case in each.misses]
-        more = ", ..." if number > 8 else ""
-        missed.append(f"* {name}: {case} missed in seeds {', '.join(map(str, seeds[:8]))}{more}")
-    which = (
-        f"Seeds {_seeds([each for each in scores if each.name == ALL_FAULTS])}, "
-        f"{_seeds([each for each in scores if each.name != ALL_FAULTS])} for each mistake, and {_seeds(pd)} for P/D."
-    )
-    text = page(scores, pd, [which, "", *missed, ""])
-    print(text)
+    scores: list[RunScore] = []
+    for each in many.played(work, page.score_one, jobs, in_order=True):
+        scores.append(each)
+        for alarm in each.alarms:
+            print(f"seed {each.seed}, {each.name}: false alarm: {alarm}", flush=True)
+        if sys.stderr.isatty():
+            print(f"\r{len(scores)} of {len(work)}", end="", file=sys.stderr)
     print(f"{len(work)} runs in {time.perf_counter() - started_s:.0f} s")
-    if options.write:
-        PAGE.write_text(text)
-    return 1 if any(each.alarms for each in (*scores, *pd)) else 0
+    _end(page.page(scores), page.PAGE, write, [alarm for each in scores for alarm in each.alarms])
 
 
-def _name(score: Score | PdScore) -> str:
-    return PD if isinstance(score, PdScore) else score.name
+@main.command("engine")
+@click.option("--runs", type=click.Path(path_type=Path), help="Keep the runs there, and use those that are there.")
+@written
+def engine(runs: Path | None, write: bool) -> None:
+    """Score real engines: run every scenario of tests/engine, and replay what it left."""
+    import pytest
+
+    from tests.engine.expected import SCENARIOS
+    from tools.scoring import engine
+
+    with TemporaryDirectory() as temporary:
+        try:
+            rows = engine.run_all(runs or Path(temporary), SCENARIOS)
+        except pytest.fail.Exception as failure:
+            print(failure.msg, file=sys.stderr)
+            sys.exit(1)
+    _end(engine.page(rows), engine.PAGE, write, [problem for row in rows for problem in row.problems])
+
+
+def _end(text: str, page: Path, write: bool, problems: list[str]) -> None:
+    """Print a page and what is wrong, write the page if asked to, and leave with the exit status."""
+    print(text)
+    for problem in problems:
+        print(problem)
+    if write:
+        page.write_text(text)
+    sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

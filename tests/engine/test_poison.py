@@ -17,7 +17,7 @@ from ledger.file.read import open_log
 from ledger.queries.blast_radius import blast_radius
 from ledger.replay.fold import replay
 from tests.engine.conftest import Run, RunOnce
-from tests.engine.score import WRONG_RELATIVE_ERROR, stored, wrong_keys
+from tests.engine.expected import WRONG_RELATIVE_ERROR, stored, wrong_keys
 
 PoisonRun = Callable[[str], Run]
 

@@ -4,7 +4,8 @@ import pytest
 
 from tests.engine import load_error_scenarios, pd_scenarios, poison, scenarios
 from tests.engine.conftest import RunOnce
-from tests.engine.score import NAMES, PAGE, SCENARIOS, Scenario, cells, score
+from tests.engine.expected import NAMES, SCENARIOS, Scenario
+from tools.scoring.engine import PAGE, cells, score
 
 RUN_TIMEOUT_S = 1600
 """A scenario of its own and the one that its truth is read from, or the wait for a worker that runs them."""

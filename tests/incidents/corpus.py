@@ -6,12 +6,14 @@ adding a story.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from ledger import events as ev
 from tests.incidents.script import Script
+from tools.scoring.common import Must
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -19,21 +21,12 @@ Story = Callable[[], dict[str, Script]]
 """Tells an incident: the logs of its engines by name."""
 
 
-class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding that a log must have.
+class Expected(Must, frozen=True, kw_only=True):
+    """A finding that a log must have. `jobs`, `blocks`: those that it must name; None for any."""
 
-    Attributes:
-        says: words that culprit and title must contain: the finding names the cause.
-    """
-
-    kind: str
-    certainty: str = "proven"
     log: str = "engine"
     jobs: tuple[int, ...] | None = None
-    ranks: tuple[int, ...] | None = None
-    requests: tuple[str, ...] | None = None
     blocks: tuple[tuple[int, int], ...] | None = None
-    says: tuple[str, ...] = ()
 
 
 class Incident(msgspec.Struct, frozen=True):
@@ -87,7 +80,7 @@ def _before(log: Script, number: int = 2) -> None:
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
-def _overwritten(*, pins: bool) -> dict[str, Script]:
+def overwritten(*, pins: bool) -> dict[str, Script]:
     log = Script()
     log.runs("R")
     log.saves(0, "R", blocks=(5, 12), pins=pins)
@@ -110,15 +103,7 @@ def _overwritten(*, pins: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def s1() -> dict[str, Script]:
-    return _overwritten(pins=False)
-
-
-def s1_twin() -> dict[str, Script]:
-    return _overwritten(pins=True)
-
-
-def _preempted_twice(*, by_job: bool) -> dict[str, Script]:
+def preempted_twice(*, by_job: bool) -> dict[str, Script]:
     log = Script()
     _before(log)
     log.runs("R")
@@ -152,15 +137,7 @@ def _preempted_twice(*, by_job: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def s2() -> dict[str, Script]:
-    return _preempted_twice(by_job=False)
-
-
-def s2_twin() -> dict[str, Script]:
-    return _preempted_twice(by_job=True)
-
-
-def _raises(*, reports: bool) -> dict[str, Script]:
+def raises(*, reports: bool) -> dict[str, Script]:
     log = Script(ranks=2)
     _before(log)
     log.runs("R")
@@ -177,15 +154,7 @@ def _raises(*, reports: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def s3() -> dict[str, Script]:
-    return _raises(reports=False)
-
-
-def s3_twin() -> dict[str, Script]:
-    return _raises(reports=True)
-
-
-def _tensor_parallel(*, answering: int) -> dict[str, Script]:
+def tensor_parallel(*, answering: int) -> dict[str, Script]:
     log = Script(ranks=8)
     for number in range(4):
         request = f"R{number}"
@@ -200,15 +169,7 @@ def _tensor_parallel(*, answering: int) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def s7() -> dict[str, Script]:
-    return _tensor_parallel(answering=1)
-
-
-def s7_twin() -> dict[str, Script]:
-    return _tensor_parallel(answering=8)
-
-
-def _lookup_of_some_ranks(*, missing: tuple[int, ...]) -> dict[str, Script]:
+def lookup_of_some_ranks(*, missing: tuple[int, ...]) -> dict[str, Script]:
     log = Script(ranks=4, policy="recompute")
     for number in range(3):
         request = f"R{number}"
@@ -232,15 +193,7 @@ def _lookup_of_some_ranks(*, missing: tuple[int, ...]) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def s9() -> dict[str, Script]:
-    return _lookup_of_some_ranks(missing=(2, 3))
-
-
-def s9_twin() -> dict[str, Script]:
-    return _lookup_of_some_ranks(missing=())
-
-
-def _recovers(*, dies: bool) -> dict[str, Script]:
+def recovers(*, dies: bool) -> dict[str, Script]:
     log = Script(policy="recompute")
     _before(log)
     log.arrives("R")
@@ -259,15 +212,7 @@ def _recovers(*, dies: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def s10() -> dict[str, Script]:
-    return _recovers(dies=True)
-
-
-def s10_twin() -> dict[str, Script]:
-    return _recovers(dies=False)
-
-
-def _dead_client(*, dies: bool) -> dict[str, Script]:
+def dead_client(*, dies: bool) -> dict[str, Script]:
     writer = Script("writer")
     _before(writer)
     writer.runs("R")
@@ -302,15 +247,7 @@ def _dead_client(*, dies: bool) -> dict[str, Script]:
     return {"writer": writer, "reader": reader.closes()}
 
 
-def s13() -> dict[str, Script]:
-    return _dead_client(dies=True)
-
-
-def s13_twin() -> dict[str, Script]:
-    return _dead_client(dies=False)
-
-
-def _gone(*, after_s: float, stored_here: bool, gone: bool) -> dict[str, Script]:
+def gone(*, after_s: float, stored_here: bool, gone: bool) -> dict[str, Script]:
     log = Script(policy="recompute")
     if stored_here:
         log.runs("R")
@@ -334,23 +271,7 @@ def _gone(*, after_s: float, stored_here: bool, gone: bool) -> dict[str, Script]
     return {"engine": log.closes()}
 
 
-def s14() -> dict[str, Script]:
-    return _gone(after_s=0.2, stored_here=True, gone=True)
-
-
-def s14_twin() -> dict[str, Script]:
-    return _gone(after_s=0.2, stored_here=True, gone=False)
-
-
-def evicted() -> dict[str, Script]:
-    return _gone(after_s=8, stored_here=True, gone=True)
-
-
-def evicted_twin() -> dict[str, Script]:
-    return _gone(after_s=8, stored_here=True, gone=False)
-
-
-def _slow_batch(*, takes_s: float) -> dict[str, Script]:
+def slow_batch(*, takes_s: float) -> dict[str, Script]:
     log = Script(policy="recompute")
     log.arrives("Q")
     log.loads(0, "Q", blocks=(11, 18))
@@ -366,14 +287,6 @@ def _slow_batch(*, takes_s: float) -> dict[str, Script]:
     log.request_scheduled(request="Q", generation=1)
     log.finishes("Q")
     return {"engine": log.closes()}
-
-
-def s15() -> dict[str, Script]:
-    return _slow_batch(takes_s=7.4)
-
-
-def s15_twin() -> dict[str, Script]:
-    return _slow_batch(takes_s=2)
 
 
 def s17() -> dict[str, Script]:
@@ -412,7 +325,7 @@ def s18() -> dict[str, Script]:
 # --- prefill and decode -----------------------------------------------------------------------------------------------
 
 
-def _pull_fails(*, silently: bool) -> dict[str, Script]:
+def pull_fails(*, silently: bool) -> dict[str, Script]:
     prefill, decode = Script("prefill"), Script("decode", policy="fail")
     prefill.runs("P-R", tokens=128)
     prefill.sends("x1", "P-R")
@@ -442,14 +355,6 @@ def _pull_fails(*, silently: bool) -> dict[str, Script]:
         decode.request_scheduled(request="R", generation=1)
         decode.finishes("R")
     return {"prefill": prefill.closes(), "decode": decode.closes()}
-
-
-def s4() -> dict[str, Script]:
-    return _pull_fails(silently=True)
-
-
-def s4_twin() -> dict[str, Script]:
-    return _pull_fails(silently=False)
 
 
 def _both_open() -> Script:
@@ -505,7 +410,7 @@ def s5_twin() -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def _two_peers(*, freed_early: bool) -> dict[str, Script]:
+def two_peers(*, freed_early: bool) -> dict[str, Script]:
     log = Script("decode", policy="recompute")
     log.arrives("R", tokens=128)
     log.receives("x1", "R", blocks=(5, 12), peers=("tp0 pp0", "tp1 pp0"))
@@ -537,15 +442,7 @@ def _two_peers(*, freed_early: bool) -> dict[str, Script]:
     return {"decode": log.closes()}
 
 
-def s6() -> dict[str, Script]:
-    return _two_peers(freed_early=True)
-
-
-def s6_twin() -> dict[str, Script]:
-    return _two_peers(freed_early=False)
-
-
-def _never_asked(*, asks: bool) -> dict[str, Script]:
+def never_asked(*, asks: bool) -> dict[str, Script]:
     prefill, decode = Script("prefill"), Script("decode")
     prefill.runs("P-R", tokens=128)
     prefill.sends("x1", "P-R")
@@ -570,15 +467,7 @@ def _never_asked(*, asks: bool) -> dict[str, Script]:
     return {"prefill": prefill.closes(), "decode": decode.closes()}
 
 
-def s11() -> dict[str, Script]:
-    return _never_asked(asks=False)
-
-
-def s11_twin() -> dict[str, Script]:
-    return _never_asked(asks=True)
-
-
-def _four_stages(*, waits_for_all: bool) -> dict[str, Script]:
+def four_stages(*, waits_for_all: bool) -> dict[str, Script]:
     log = Script("prefill", ranks=4)
     log.runs("R", tokens=128)
     log.sends("x1", "R")
@@ -593,15 +482,7 @@ def _four_stages(*, waits_for_all: bool) -> dict[str, Script]:
     return {"prefill": log.closes()}
 
 
-def s12() -> dict[str, Script]:
-    return _four_stages(waits_for_all=False)
-
-
-def s12_twin() -> dict[str, Script]:
-    return _four_stages(waits_for_all=True)
-
-
-def _gone_before_the_write_ends(*, late: bool) -> dict[str, Script]:
+def gone_before_the_write_ends(*, late: bool) -> dict[str, Script]:
     log = Script("decode")
     log.arrives("R", tokens=128)
     log.receives("x1", "R", blocks=(5, 12))
@@ -621,18 +502,10 @@ def _gone_before_the_write_ends(*, late: bool) -> dict[str, Script]:
     return {"decode": log.closes()}
 
 
-def s16() -> dict[str, Script]:
-    return _gone_before_the_write_ends(late=True)
-
-
-def s16_twin() -> dict[str, Script]:
-    return _gone_before_the_write_ends(late=False)
-
-
 # --- kinds that no public incident shows alone ------------------------------------------------------------------------
 
 
-def _hung(*, hangs: bool) -> dict[str, Script]:
+def hung(*, hangs: bool) -> dict[str, Script]:
     log = Script(ranks=2)
     _before(log)
     log.runs("R")
@@ -663,15 +536,7 @@ def _hung(*, hangs: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def hung() -> dict[str, Script]:
-    return _hung(hangs=True)
-
-
-def hung_twin() -> dict[str, Script]:
-    return _hung(hangs=False)
-
-
-def _rounds(number: int) -> dict[str, Script]:
+def rounds(number: int) -> dict[str, Script]:
     log = Script(policy="recompute", settings={"load_max_cycles": "0"})
     log.arrives("R")
     for load in range(number):
@@ -686,15 +551,7 @@ def _rounds(number: int) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def rounds() -> dict[str, Script]:
-    return _rounds(5)
-
-
-def rounds_twin() -> dict[str, Script]:
-    return _rounds(0)
-
-
-def _answers_twice(*, twice: bool) -> dict[str, Script]:
+def answers_twice(*, twice: bool) -> dict[str, Script]:
     log = Script(ranks=2, settings={"on_invariant_violation": "quarantine"})
     _before(log)
     log.runs("R")
@@ -711,15 +568,7 @@ def _answers_twice(*, twice: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def answers_twice() -> dict[str, Script]:
-    return _answers_twice(twice=True)
-
-
-def answers_twice_twin() -> dict[str, Script]:
-    return _answers_twice(twice=False)
-
-
-def _frees(*, times: int) -> dict[str, Script]:
+def frees(*, times: int) -> dict[str, Script]:
     log = Script()
     log.runs("R")
     log.saves(0, "R", blocks=(5, 12))
@@ -734,15 +583,7 @@ def _frees(*, times: int) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def double_free() -> dict[str, Script]:
-    return _frees(times=2)
-
-
-def double_free_twin() -> dict[str, Script]:
-    return _frees(times=1)
-
-
-def _stuck(*, seconds: float) -> dict[str, Script]:
+def stuck(*, seconds: float) -> dict[str, Script]:
     log = Script()
     _before(log)
     for number in range(3):
@@ -751,15 +592,7 @@ def _stuck(*, seconds: float) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def stuck() -> dict[str, Script]:
-    return _stuck(seconds=200)
-
-
-def stuck_twin() -> dict[str, Script]:
-    return _stuck(seconds=0.5)
-
-
-def _said_loaded(*, failed: bool) -> dict[str, Script]:
+def said_loaded(*, failed: bool) -> dict[str, Script]:
     log = Script(ranks=2)
     log.arrives("R")
     log.loads(0, "R", blocks=(5, 12))
@@ -778,15 +611,7 @@ def _said_loaded(*, failed: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def said_loaded() -> dict[str, Script]:
-    return _said_loaded(failed=True)
-
-
-def said_loaded_twin() -> dict[str, Script]:
-    return _said_loaded(failed=False)
-
-
-def _gap(*, hides: bool) -> dict[str, Script]:
+def gap(*, hides: bool) -> dict[str, Script]:
     log = Script(ranks=2)
     log.runs("R")
     log.saves(0, "R", blocks=(5, 12))
@@ -802,15 +627,7 @@ def _gap(*, hides: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def gap() -> dict[str, Script]:
-    return _gap(hides=True)
-
-
-def gap_twin() -> dict[str, Script]:
-    return _gap(hides=False)
-
-
-def _goes_on(*, early: bool) -> dict[str, Script]:
+def goes_on(*, early: bool) -> dict[str, Script]:
     log = Script(ranks=2)
     log.arrives("R")
     log.loads(0, "R", blocks=(5, 12))
@@ -830,14 +647,6 @@ def _goes_on(*, early: bool) -> dict[str, Script]:
     return {"engine": log.closes()}
 
 
-def goes_on() -> dict[str, Script]:
-    return _goes_on(early=True)
-
-
-def goes_on_twin() -> dict[str, Script]:
-    return _goes_on(early=False)
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 INCIDENTS: tuple[Incident, ...] = (
@@ -845,8 +654,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S1",
         "a queued put reads blocks that were given to another request",
         "vllm#52360",
-        s1,
-        s1_twin,
+        partial(overwritten, pins=False),
+        partial(overwritten, pins=True),
         (
             Expected(
                 kind="poison",
@@ -862,8 +671,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S2",
         "a late report of an old job is counted for the request's new one",
         "vllm#51637",
-        s2,
-        s2_twin,
+        partial(preempted_twice, by_job=False),
+        partial(preempted_twice, by_job=True),
         (
             Expected(
                 kind="stale_completion", jobs=(2, 3), ranks=(0,), requests=("R",), says=("job 2", "counted for job 3")
@@ -876,8 +685,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S3",
         "a rank raises between the registration of a put and its report",
         "vllm#43742",
-        s3,
-        s3_twin,
+        partial(raises, reports=False),
+        partial(raises, reports=True),
         (
             Expected(
                 kind="leak",
@@ -893,8 +702,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S4",
         "a pull fails and the scheduler is never told",
         "vllm#50719, #55870, #35943",
-        s4,
-        s4_twin,
+        partial(pull_fails, silently=True),
+        partial(pull_fails, silently=False),
         (
             Expected(
                 kind="unreported_failure",
@@ -955,8 +764,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S6",
         "blocks are freed on the first failure while a sibling still writes",
         "vllm#56104",
-        s6,
-        s6_twin,
+        partial(two_peers, freed_early=True),
+        partial(two_peers, freed_early=False),
         (
             Expected(kind="load_failed", log="decode", requests=("R",), says=("TRANSFER_FAILED", "tp0 pp0")),
             Expected(
@@ -981,8 +790,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S7",
         "only one of eight ranks ever answers",
         "vllm#53903, #23917",
-        s7,
-        s7_twin,
+        partial(tensor_parallel, answering=1),
+        partial(tensor_parallel, answering=8),
         (
             Expected(
                 kind="missing_ranks",
@@ -997,8 +806,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S9",
         "the lookup asks only for some ranks' keys",
         "vllm#46855",
-        s9,
-        s9_twin,
+        partial(lookup_of_some_ranks, missing=(2, 3)),
+        partial(lookup_of_some_ranks, missing=()),
         (
             Expected(
                 kind="load_failed",
@@ -1012,8 +821,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S10",
         "the recovery of a failed load kills the engine",
         "vllm#54870",
-        s10,
-        s10_twin,
+        partial(recovers, dies=True),
+        partial(recovers, dies=False),
         (
             Expected(kind="load_failed", ranks=(0,), requests=("R",), says=("TRANSFER_FAILED",)),
             Expected(
@@ -1025,8 +834,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S11",
         "a prefill holds blocks for a decode that never asks",
         "vllm#50425, #41269",
-        s11,
-        s11_twin,
+        partial(never_asked, asks=False),
+        partial(never_asked, asks=True),
         (
             Expected(
                 kind="leak", log="prefill", requests=("P-R",), blocks=blocks(5, 12), says=("expired", "nobody asked")
@@ -1037,8 +846,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S12",
         "a send is called finished after the first of four stages",
         "vllm#56033",
-        s12,
-        s12_twin,
+        partial(four_stages, waits_for_all=False),
+        partial(four_stages, waits_for_all=True),
         (
             Expected(
                 kind="early_free", log="prefill", requests=("R",), blocks=blocks(5, 12), says=("ranks", "may read")
@@ -1049,8 +858,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "S13",
         "a client dies inside a put, and its keys stay unready",
         "Mooncake#974, #2427",
-        s13,
-        s13_twin,
+        partial(dead_client, dies=True),
+        partial(dead_client, dies=False),
         (
             Expected(
                 kind="stall",
@@ -1074,24 +883,24 @@ INCIDENTS: tuple[Incident, ...] = (
         "S14",
         "a key that was stored is gone within its lease",
         "Mooncake#1817",
-        s14,
-        s14_twin,
+        partial(gone, after_s=0.2, stored_here=True, gone=True),
+        partial(gone, after_s=0.2, stored_here=True, gone=False),
         (Expected(kind="lost_store", certainty="suspected", ranks=(0,), requests=("Q",), says=("had put the key",)),),
     ),
     Incident(
         "S15",
         "a whole batch outlasts the lease",
         "Mooncake#3076",
-        s15,
-        s15_twin,
+        partial(slow_batch, takes_s=7.4),
+        partial(slow_batch, takes_s=2),
         (Expected(kind="load_failed", ranks=(0,), requests=("Q",), says=("LEASE_EXPIRED", "7.40 s", "lease is 5 s")),),
     ),
     Incident(
         "S16",
         "a request is gone before the write of its KV ends",
         "vllm#43265",
-        s16,
-        s16_twin,
+        partial(gone_before_the_write_ends, late=True),
+        partial(gone_before_the_write_ends, late=False),
         (Expected(kind="late_event", log="decode", ranks=(0,), requests=("R",)),),
     ),
     Incident("S17", "a request is admitted again while its stores run", "vllm#46014", s17, s17, ()),
@@ -1100,8 +909,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "K1",
         "a put that never returns, and the jobs behind it",
         "",
-        hung,
-        hung_twin,
+        partial(hung, hangs=True),
+        partial(hung, hangs=False),
         (
             Expected(
                 kind="stall",
@@ -1117,8 +926,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "K2",
         "a load that fails is promised again and again",
         "",
-        rounds,
-        rounds_twin,
+        partial(rounds, 5),
+        partial(rounds, 0),
         (
             Expected(kind="retry_loop", requests=("R",), says=("5 times", "lookup")),
             Expected(kind="load_failed", ranks=(0,), requests=("R",), says=("TRANSFER_FAILED",)),
@@ -1128,8 +937,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "K3",
         "a rank reports a job twice, and the job is quarantined",
         "",
-        answers_twice,
-        answers_twice_twin,
+        partial(answers_twice, twice=True),
+        partial(answers_twice, twice=False),
         (
             Expected(kind="over_report", jobs=(2,), ranks=(0,), requests=("R",), blocks=blocks(30, 37)),
             Expected(kind="leak", jobs=(2,), requests=("R",), says=("quarantined", "rank_reported_twice")),
@@ -1139,48 +948,48 @@ INCIDENTS: tuple[Incident, ...] = (
         "K4",
         "blocks of a job are freed twice",
         "",
-        double_free,
-        double_free_twin,
+        partial(frees, times=2),
+        partial(frees, times=1),
         (Expected(kind="double_free", jobs=(0,), blocks=blocks(5, 12)),),
     ),
     Incident(
         "K5",
         "requests wait, and nothing is open",
         "",
-        stuck,
-        stuck_twin,
+        partial(stuck, seconds=200),
+        partial(stuck, seconds=0.5),
         (Expected(kind="stall", certainty="suspected", requests=("Q0", "Q1", "Q2"), says=("scheduler itself",)),),
     ),
     Incident(
         "K6",
         "a key is gone longer after the lookup than its lease",
         "",
-        evicted,
-        evicted_twin,
+        partial(gone, after_s=8, stored_here=True, gone=True),
+        partial(gone, after_s=8, stored_here=True, gone=False),
         (Expected(kind="evicted_before_load", certainty="suspected", ranks=(0,), requests=("Q",), says=("lease",)),),
     ),
     Incident(
         "K7",
         "a rank answers that a failed load went well",
         "",
-        said_loaded,
-        said_loaded_twin,
+        partial(said_loaded, failed=True),
+        partial(said_loaded, failed=False),
         (Expected(kind="unreported_failure", ranks=(1,), requests=("R",), blocks=blocks(5, 12), says=("rank 1",)),),
     ),
     Incident(
         "K8",
         "a gap hides what a rank did",
         "",
-        gap,
-        gap_twin,
+        partial(gap, hides=True),
+        partial(gap, hides=False),
         (Expected(kind="leak", certainty="undecidable", jobs=(0,), ranks=(1,), requests=("R",)),),
     ),
     Incident(
         "K9",
         "a request runs while a rank still writes its load",
         "",
-        goes_on,
-        goes_on_twin,
+        partial(goes_on, early=True),
+        partial(goes_on, early=False),
         (
             Expected(
                 kind="early_free",

@@ -7,7 +7,8 @@ from ledger import events as ev
 from ledger.replay.fold import Replay
 from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS, LOGS, Incident
-from tests.incidents.score import PAGE, page, replay_together, score
+from tools.scoring.common import replay_together
+from tools.scoring.corpus import PAGE, page, score
 
 BY_ID = {incident.id: incident for incident in INCIDENTS}
 every_incident = pytest.mark.parametrize("incident", INCIDENTS, ids=list(BY_ID))
@@ -161,4 +162,4 @@ def test_the_page_with_the_score_says_what_is_true():
     rows = [score(incident) for incident in INCIDENTS]
     table = page(rows)
     print(table)
-    assert PAGE.read_text() == table, "run python -m tests.incidents.score --write"
+    assert PAGE.read_text() == table, "run python tools/score.py corpus --write"

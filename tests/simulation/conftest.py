@@ -10,7 +10,7 @@ played = []
 
 @pytest.fixture(scope="package", autouse=True)
 def _quiet():
-    from tools.sim.engine import quiet
+    from tools.sim.engines import quiet
 
     loggers = [logging.getLogger(name) for name in ("vllm", "kvledger")]
     levels = [logger.level for logger in loggers]
@@ -23,8 +23,8 @@ def _quiet():
 @pytest.fixture
 def play():
     """Play a seed, or a plan, and remember the result for the summary."""
-    from tools.sim import plan as pl
-    from tools.sim.run import Run
+    from tools.sim.store import plan as pl
+    from tools.sim.store.run import Run
 
     def play_one(plan, steps=300, **how):
         result = Run(pl.draw(plan, steps) if isinstance(plan, int) else plan, **how).play()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.undone import FOUND
-from tools.sim.run import Run
+from tools.sim.store.run import Run
 
 
 @pytest.mark.parametrize("found", FOUND, ids=[found.name for found in FOUND])

@@ -17,8 +17,9 @@ from ledger import events as ev
 from ledger.replay.fold import replay
 from ledger.replay.join import join
 from tools.sim.pd import plan as pl
-from tools.sim.pd.canaries import CANARIES, canary
-from tools.sim.pd.run import Result, Run, World
+from tools.sim.pd.canaries import BY_NAME, CANARIES
+from tools.sim.pd.run import Run, World
+from tools.sim.result import Result
 
 PLANS = Path(__file__).parent / "plans"
 STEPS = 120
@@ -158,7 +159,7 @@ def test_whatever_fails_the_verdicts_do_not_accuse_a_sound_connector(seed: int) 
     [("first-failure", "D", {"early_free", "poison"}), ("first-stage", "P0", {"early_free", "poison"})],
 )
 def test_the_logs_alone_show_what_is_freed_too_early(name: str, side: str, kinds: set[str]) -> None:
-    mistake = canary(name)
+    mistake = BY_NAME[name]
     for seed in range(20):
         # Nothing is looked for, so that the run goes on to its end.
         result = Run(mistake.plan(seed, STEPS), only=frozenset(), alter=mistake.alter).play()

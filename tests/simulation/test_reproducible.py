@@ -15,7 +15,7 @@ STEPS = 150
 
 def digest_in_a_process(hash_seed, *flags):
     """The digest over all logs of the seeds, played in another process."""
-    command = [sys.executable, *flags, "tools/simulate.py", "--seeds", f"{SEEDS.start}:{SEEDS.stop}"]
+    command = [sys.executable, *flags, "tools/simulate.py", "store", "--seeds", f"{SEEDS.start}:{SEEDS.stop}"]
     done = subprocess.run(
         [*command, "--steps", str(STEPS), "--jobs", "1"],
         cwd=ROOT,

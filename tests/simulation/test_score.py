@@ -4,18 +4,19 @@ import re
 
 import pytest
 
-from tools.score import CASES, PAGE, score
-from tools.score_pd import CASES as PD_CASES
-from tools.score_pd import score_pd
-from tools.sim.canaries import CANARIES
+from tools.scoring import pd
+from tools.scoring.pd import CASES as PD_CASES
+from tools.scoring.pd import PD_STEPS
+from tools.scoring.simulator import PAGE
+from tools.scoring.store import CASES, score
 from tools.sim.pd import plan as pd_plan
-from tools.sim.plan import FAULTS
+from tools.sim.store.canaries import CANARIES
+from tools.sim.store.plan import FAULTS
 
 SEEDS = range(900, 912)
 """None of those that the verdicts were looked at with while they were written."""
 
 STEPS = 300
-PD_STEPS = 120
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -48,7 +49,7 @@ def test_what_the_state_is_beside_the_log_is_found():
 
 @pytest.mark.parametrize("seed", range(900, 920))
 def test_every_fault_between_prefills_and_a_decode_is_explained_and_none_is_made_up(seed: int):
-    scored = score_pd(seed, PD_STEPS)
+    scored = pd.score(seed, PD_STEPS)
     assert scored.alarms == []
     assert scored.misses == []
 

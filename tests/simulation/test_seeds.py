@@ -17,7 +17,7 @@ def test_every_check_holds_after_every_step(play, first):
 
 def test_the_seeds_of_ci_meet_every_kind_of_fault_and_every_stage_of_a_request():
     from tests.simulation.conftest import played
-    from tools.sim import plan as pl
+    from tools.sim.store import plan as pl
 
     seen = {what for result in played for what in result.seen}
     if len(played) < 200:

@@ -9,14 +9,14 @@ import pytest
 
 from ledger.file.read import open_log
 from ledger.state.apply import State
-from tools.sim import plan as pl
 from tools.sim.shrink import shrink
+from tools.sim.store import plan as pl
 
 ROOT = Path(__file__).parents[2]
 
 
 def simulate(*arguments, cwd=ROOT):
-    command = [sys.executable, str(ROOT / "tools/simulate.py"), "--jobs", "1", *arguments]
+    command = [sys.executable, str(ROOT / "tools/simulate.py"), "store", "--jobs", "1", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
@@ -54,7 +54,7 @@ def test_a_mistake_is_told_with_its_seed_step_and_event_and_saved_as_a_small_pla
 def test_wrong_usage_ends_with_status_2_and_one_line(arguments):
     done = simulate(*arguments)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("simulate.py: error: ")
+    assert done.stderr.strip().splitlines()[-1].startswith("Error: ")
 
 
 def test_shrinking_keeps_what_makes_a_plan_fail_and_little_else():

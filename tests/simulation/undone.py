@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
 
-from tools.sim import plan as pl
-from tools.sim.run import World
+from tools.sim.store import plan as pl
+from tools.sim.store.run import World
 
 PLANS = Path(__file__).parent / "plans"
 

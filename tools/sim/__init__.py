@@ -1,21 +1,22 @@
-"""The simulator's parts.
+"""The simulators' parts. `tools/simulate.py` is the command line.
 
-vLLM's scheduler and the plugin's code are real; workers, GPU memory and store are simulated, in virtual time.
+vLLM's schedulers and the plugin's code are real; what is around them is simulated, in virtual time. There are two
+rooms; what both share stands here.
 
-    plan       what happens in a run: the engine's shape and a list of decisions, drawn from a seed; knows no vLLM
-    clock      virtual time, and suspended calls that wait in it; knows nothing else
-    memory     whose tokens each GPU block holds, on each rank: the truth that the ledger cannot know
-    store      a Mooncake store that is not there: objects, faults, and the moments at which bytes move
-    workers    one simulated rank: upstream's and the plugin's worker code, run without threads
-    company    another connector beside the plugin, under vLLM's MultiConnector
-    engine     vLLM's scheduler with the plugin attached, stepped as vLLM's engine core steps it
-    client     who sends, aborts and sends again, as the plan says
-    checks     what must hold after every step, and at the end; shares nothing with `ledger.state.apply`
-    canaries   known mistakes, switched on here and nowhere else, to prove that the checks can fail
-    run        one run from a plan to a result
-    shrink     the smallest plan that still fails
+    store/   one engine with the store connector, its clients, workers, GPU memory and store
+    pd/      prefill engines and a decode with the P/D connector, and the network between them
 
-`tools/simulate.py` is the command line. Nothing here reads a clock, starts a thread, or sleeps.
+    plans    what a plan is, and the dice that it is drawn with
+    engines  vLLM's scheduler, its tiny model, and a step of it
+    step     a request in a step of the model
+    check    what a failed check says, and how it is counted
+    canary   what a known mistake is
+    result   what comes of a run
+    clock    virtual time, and suspended calls that wait in it; knows nothing else
+    shrink   the smallest plan that still fails
+    many     many seeds: processes, and logs as files
+
+Nothing here reads a clock, starts a thread, or sleeps.
 """
 
 import os

@@ -6,16 +6,19 @@ smallest. This file knows plans, and how to ask whether one fails.
 """
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import msgspec
 
-from tools.sim import plan as pl
+from tools.sim.plans import Plan
+
+P = TypeVar("P", bound=Plan)
 
 MAX_RUNS = 300
 """Runs that shrinking may take: less than a minute for a plan of 300 steps."""
 
 
-def shrink(plan: pl.Plan, fails: Callable[[pl.Plan], bool], failed_step: int) -> pl.Plan:
+def shrink(plan: P, fails: Callable[[P], bool], failed_step: int) -> P:
     """Return a plan that still fails, with as few decisions as were found.
 
     Args:
@@ -38,14 +41,14 @@ def shrink(plan: pl.Plan, fails: Callable[[pl.Plan], bool], failed_step: int) ->
     return plan
 
 
-class _Runs:
+class _Runs(Generic[P]):
     """Runs plans, as long as there are runs left."""
 
-    def __init__(self, fails: Callable[[pl.Plan], bool]) -> None:
+    def __init__(self, fails: Callable[[P], bool]) -> None:
         self.left = MAX_RUNS
         self._fails = fails
 
-    def fail(self, plan: pl.Plan) -> bool:
+    def fail(self, plan: P) -> bool:
         """Return whether a plan fails; False when no run is left to find out."""
         if not self.left:
             return False
@@ -53,7 +56,7 @@ class _Runs:
         return self._fails(plan)
 
 
-def _without_chunks(plan: pl.Plan, chunk: int, runs: _Runs) -> tuple[pl.Plan, bool]:
+def _without_chunks(plan: P, chunk: int, runs: _Runs[P]) -> tuple[P, bool]:
     """Leave out runs of `chunk` decisions where the plan still fails without them; last ones first."""
     removed = False
     start = len(plan.decisions)

@@ -10,9 +10,8 @@ This file knows the plugin's inner methods, and is the only part of the P/D simu
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -21,32 +20,21 @@ from connector.pd.metadata import LostReport, PDWorkerMetadata, PeerReport
 from connector.pd.peers import PEER_REQUEST
 from connector.runtime.failures import NO_FAILURE
 from ledger.codes import Stage
+from tools.sim.canary import Canary as CommonCanary
+from tools.sim.canary import not_stopped
 from tools.sim.pd import plan as pl
 from tools.sim.pd.engine import Engine
 from tools.sim.pd.run import World
 
 
-class Canary(NamedTuple):
-    """A mistake.
+class Canary(CommonCanary, frozen=True):
+    """A mistake. `faults`: kinds of fault that bring it out."""
 
-    Attributes:
-        incident: what it stands for.
-        finds: kinds of failed check, any of which shows the damage.
-        faults: kinds of fault that bring it out.
-    """
-
-    name: str
-    incident: str
-    what: str
-    finds: frozenset[str]
-    alter: Callable[[World], None]
     faults: tuple[str, ...] = pl.FAULTS
 
     def plan(self, seed: int, steps: int) -> pl.Plan:
-        """Return the plan of a seed, with engines that broken books do not stop."""
-        plan = pl.draw(seed, steps, faults=self.faults)
-        shape = msgspec.structs.replace(plan.shape, on_invariant_violation="quarantine")
-        return msgspec.structs.replace(plan, shape=shape)
+        """Return the plan of a seed, with engines that a broken rule does not stop."""
+        return not_stopped(pl.draw(seed, steps, faults=self.faults))
 
 
 def _prefills(world: World) -> list[Engine]:
@@ -340,11 +328,4 @@ CANARIES: tuple[Canary, ...] = (
     ),
 )
 
-
-def canary(name: str) -> Canary:
-    """Return the canary of that name.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return {each.name: each for each in CANARIES}[name]
+BY_NAME = {canary.name: canary for canary in CANARIES}

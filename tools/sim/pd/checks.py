@@ -27,6 +27,7 @@ from vllm.v1.request import RequestStatus
 from ledger import events as ev
 from ledger.blocks import expand
 from ledger.state.apply import State
+from tools.sim.check import Checks as CommonChecks
 from tools.sim.clock import Clock
 from tools.sim.pd.engine import Engine
 
@@ -36,15 +37,6 @@ SLACK_NS = 2_000_000_000
 """From the watchdog's word to the book: two steps, which take half a second each when nothing else goes on."""
 
 
-class Broken(msgspec.Struct, frozen=True):
-    """A check that failed: which, a line, the step, and the last event of the engine's log."""
-
-    kind: str
-    detail: str
-    step: int
-    event: str = ""
-
-
 class Account:
     """What is held for a transfer on one side: blocks, each with how often it had been given away when that began."""
 
@@ -52,35 +44,24 @@ class Account:
         self.epochs = epochs
 
 
-class Checks:
-    """All checks of one run.
-
-    Args:
-        only: look for these kinds alone and let others pass; None to stop at the first of any kind.
-
-    Attributes:
-        broken: the first check that failed.
-        seen: how often things happened, to know what a run covered.
-    """
+class Checks(CommonChecks):
+    """All checks of one run; see also the class that it extends."""
 
     def __init__(self, clock: Clock, only: frozenset[str] | None = None) -> None:
+        super().__init__(only)
         self.clock = clock
-        self.broken: Broken | None = None
-        self.seen: dict[str, int] = {}
-        self.step = 0
         self.watches: list[EngineWatch] = []
-        self._only = only
+        self._failing = ""
 
-    def fail(self, kind: str, detail: str, event: str = "") -> None:
-        """Note that a check failed; the run ends with this step."""
-        if self._only is not None and kind not in self._only:
-            self.count(f"passed over: {kind}")
-        elif self.broken is None:
-            self.broken = Broken(kind, detail, self.step, event)
+    def fail_in(self, engine: "EngineWatch", kind: str, detail: str) -> None:
+        """Note that a check of one engine failed."""
+        self._failing = engine.lines[-1].decode() if engine.lines else ""
+        self.fail(kind, f"{engine.engine.name}: {detail}")
+        self._failing = ""
 
-    def count(self, what: str) -> None:
-        """Count what a run covered."""
-        self.seen[what] = self.seen.get(what, 0) + 1
+    def last_event(self) -> str:
+        """Return the last event of the engine whose check fails; empty if it is no engine's."""
+        return self._failing
 
     def touched(self, engine: int, rank: int, group: int, block: int, writes: bool, transfers: Sequence[str]) -> None:
         """A push reads or writes a block."""
@@ -125,8 +106,7 @@ class EngineWatch:
         self._count_gifts()
 
     def _fail(self, kind: str, detail: str) -> None:
-        last = self.lines[-1].decode() if self.lines else ""
-        self._checks.fail(kind, f"{self.engine.name}: {detail}", last)
+        self._checks.fail_in(self, kind, detail)
 
     def _count_gifts(self) -> None:
         pool, epochs = self.engine.pool, self._epochs

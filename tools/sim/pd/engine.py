@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -23,30 +23,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.stats import MooncakeKVConnectorStats
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.pd import (
-    connector as pd_connector,
-)
-from connector.pd import (
-    outbox as pd_outbox,
-)
-from connector.pd import (
-    peers as pd_asking,
-)
-from connector.pd import (
-    pull_worker as pd_pulling,
-)
-from connector.pd import (
-    push_worker as pd_pushing,
-)
-from connector.pd import (
-    worker as pd_worker,
-)
+from connector.pd import connector as pd_connector
+from connector.pd import outbox as pd_outbox
+from connector.pd import peers as pd_peers
+from connector.pd import pull_worker as pd_pulling
+from connector.pd import push_worker as pd_pushing
+from connector.pd import worker as pd_worker
 from connector.pd.outbox import Evidence
 from connector.pd.worker import LedgerMooncakeWorker
 from connector.runtime.failure_log import FailureLog
@@ -56,13 +43,23 @@ from ledger import settings as ledger_settings
 from ledger.live.log import Log
 from ledger.settings import Settings
 from ledger.state.apply import State
-from tools.sim import engine as store_engine
 from tools.sim.clock import Clock
+from tools.sim.engines import (
+    MAX_MODEL_LEN,
+    VOCABULARY,
+    Batch,
+    OrderedScheduler,
+    SortedIds,
+    combined,
+    hash_of_block,
+    model_config,
+    scheduled,
+)
 from tools.sim.pd import plan as pl
 from tools.sim.pd.loop import VirtualLoop
-from tools.sim.pd.memory import WINDOW, Run
+from tools.sim.pd.memory import WINDOW
 from tools.sim.pd.wire import Network, Process, TransferEngine, VirtualContext
-from tools.sim.plan import mix
+from tools.sim.plans import mix
 
 ABORT_TIMEOUT_S = 4
 """How long a prefill waits for its decode, and the other way round. Upstream's minute on top of it is fixed."""
@@ -82,7 +79,7 @@ def virtual_time(clock: Clock, network: Network) -> Generator[None]:
         time_ns=clock.wall_ns,
     )
     with ExitStack() as stack:
-        for module in (upstream, pd_asking, pd_pulling, pd_pushing, pd_outbox):
+        for module in (upstream, pd_peers, pd_pulling, pd_pushing, pd_outbox):
             stack.enter_context(mock.patch.object(module, "time", time))
         stack.enter_context(mock.patch.object(httpx, "AsyncClient", network.http_client()))
         stack.enter_context(mock.patch.object(upstream, "get_mooncake_bootstrap_addr", _bootstrap_of))
@@ -99,14 +96,6 @@ def virtual_time(clock: Clock, network: Network) -> Generator[None]:
 
 def _bootstrap_of(config: VllmConfig) -> tuple[str, int]:
     return str(config.kv_transfer_config.engine_id), 80
-
-
-class Batch(NamedTuple):
-    """A step between its schedule and its output."""
-
-    output: SchedulerOutput
-    runs: list[Run]
-    sampled: list[bool]
 
 
 class Engine:
@@ -131,9 +120,9 @@ class Engine:
         config, cache = self._config(), self._cache()
         settings = ledger_settings.parse({"on_invariant_violation": plan.shape.on_invariant_violation})
         self.ledger = self._ledger(plan.seed, settings)
-        self._hasher = kv_cache_utils.get_request_block_hasher(pl.BLOCK_SIZE, store_engine._hash)
+        self._hasher = kv_cache_utils.get_request_block_hasher(pl.BLOCK_SIZE, hash_of_block)
         with mock.patch.object(pd_connector, "open_ledger", return_value=self.ledger):
-            self.scheduler = store_engine._Ordered(
+            self.scheduler = OrderedScheduler(
                 vllm_config=config,
                 kv_cache_config=cache,
                 log_stats=False,
@@ -170,19 +159,7 @@ class Engine:
         """Schedule a step, if vLLM's engine core would."""
         if not self.scheduler.has_requests():
             return None
-        output = self.scheduler.schedule()
-        requests, manager = self.scheduler.requests, self.scheduler.kv_cache_manager
-        runs: list[Run] = []
-        sampled: list[bool] = []
-        started = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-        cached = output.scheduled_cached_reqs
-        started.extend(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, computed in started:
-            request = requests[request_id]
-            count = output.num_scheduled_tokens[request_id]
-            runs.append((request, computed, count, manager.get_block_ids(request_id)))
-            sampled.append(not request.is_prefill_chunk)
-        return Batch(output, runs, sampled)
+        return scheduled(self.scheduler)
 
     def run(self, batch: Batch) -> None:
         """Compute a step, and let every worker take up its transfers."""
@@ -193,29 +170,14 @@ class Engine:
 
     def answer(self, batch: Batch) -> ModelRunnerOutput:
         """Return the workers' answers as vLLM's aggregator combines them."""
-        ids = [request.request_id for request, *_ in batch.runs]
-        tokens = [
-            [self._sample(request, start + count)] if sampled else []
-            for (request, start, count, _), sampled in zip(batch.runs, batch.sampled, strict=True)
-        ]
-        outputs = [
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=tokens,
-                kv_connector_output=self._answer_of(worker),
-            )
-            for worker in self.workers
-        ]
-        output = self._aggregator.aggregate(outputs)  # type: ignore[arg-type]
-        if output is None:
-            raise RuntimeError("vLLM's aggregator dropped the output")
+        answers = [self._answer_of(worker) for worker in self.workers]
+        output = combined(batch, answers, self._sample, self._aggregator.aggregate)
         about = output.kv_connector_output
         if about is not None:
-            about.failed_recving = store_engine.SortedIds(about.failed_recving)
+            about.failed_recving = SortedIds(about.failed_recving)
             for what in ("finished_recving", "finished_sending"):
                 found = getattr(about, what)
-                setattr(about, what, store_engine.SortedIds(found) if found else None)
+                setattr(about, what, SortedIds(found) if found else None)
         return output
 
     def _answer_of(self, worker: LedgerMooncakeWorker) -> KVConnectorOutput:
@@ -231,7 +193,7 @@ class Engine:
 
     def _sample(self, request: Request, position: int) -> int:
         first = request._all_token_ids[0]
-        return mix(first, position) % store_engine.VOCABULARY
+        return mix(first, position) % VOCABULARY
 
     def kill(self) -> None:
         """Kill all processes of the engine."""
@@ -245,11 +207,11 @@ class Engine:
     def _config(self) -> VllmConfig:
         shape = self.shape
         config = VllmConfig(
-            model_config=store_engine._model(),
+            model_config=model_config(),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=shape.max_seqs,
                 max_num_batched_tokens=shape.max_batched_tokens,
-                max_model_len=store_engine.MAX_MODEL_LEN,
+                max_model_len=MAX_MODEL_LEN,
                 is_encoder_decoder=False,
                 async_scheduling=False,
             ),

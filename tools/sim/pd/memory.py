@@ -8,20 +8,18 @@ This file knows numpy and vLLM's request objects.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.request import Request
 
 from tools.sim.pd.plan import BLOCK_SIZE, HEADS, LAYERS, Side
-from tools.sim.plan import mix
+from tools.sim.plans import mix
+from tools.sim.step import RequestInStep
 
 WORD_BYTES = 4
 WINDOW = 3 * BLOCK_SIZE
 _REGION_BITS = 32
-
-Run: TypeAlias = tuple[Request, int, int, Sequence[Sequence[int]]]
-"""A request in a step: tokens that are computed before it, tokens of the step, and the block table by group."""
 
 
 class Place(NamedTuple):
@@ -102,7 +100,7 @@ class Machines:
 
     # --- the model --------------------------------------------------------------------------------------------------
 
-    def compute(self, engine: int, runs: Sequence[Run]) -> None:
+    def compute(self, engine: int, runs: Sequence[RequestInStep]) -> None:
         """Run a step: write the KV of its tokens, then attend to what is before them."""
         for request, start, count, tables in runs:
             names = self._names(request, start + count)

@@ -1,14 +1,15 @@
 """What happens in a P/D run: the shapes of the engines, and what clients, the network and faults do.
 
-As with `tools.sim.plan`: data, drawn from a seed once; a fault names what it strikes by request and rank. This file
-knows no vLLM.
+As for the store: data, drawn from a seed once; a fault names what it strikes by request and rank. This file knows no
+vLLM.
 """
 
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from tools.sim.plan import Decision, Dice
+from tools.sim.plans import Decision, Dice
+from tools.sim.plans import Plan as AnyPlan
 
 HEADS = 4
 """KV heads of the model: ranks of tensor parallelism divide it."""
@@ -135,7 +136,7 @@ class Die(Decision, frozen=True, omit_defaults=True, tag="die"):
 AnyDecision: TypeAlias = Request | Abort | PushFault | ReplyFault | ServerFault | Die
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(AnyPlan, frozen=True):
     """A run before it happens. `steps`: engine steps until faults stop and clients send no more."""
 
     seed: int

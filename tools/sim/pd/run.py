@@ -5,20 +5,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from vllm.v1.request import RequestStatus
 
 from ledger import events as ev
 from ledger.errors import InvariantViolation
+from tools.sim.check import described
 from tools.sim.clock import STEP_NS, Clock
-from tools.sim.engine import VOCABULARY
+from tools.sim.engines import VOCABULARY, Batch
 from tools.sim.pd import plan as pl
-from tools.sim.pd.checks import Broken, Checks, EngineWatch
-from tools.sim.pd.engine import Batch, Engine, virtual_time
+from tools.sim.pd.checks import Checks, EngineWatch
+from tools.sim.pd.engine import Engine, virtual_time
 from tools.sim.pd.memory import Machines
 from tools.sim.pd.wire import Faults, Network
-from tools.sim.plan import mix
-from tools.sim.run import _described
+from tools.sim.plans import mix
+from tools.sim.result import Result
 
 IDLE_NS = 25 * STEP_NS
 """How long a step takes after the faults in which no engine has anything to compute: the waits there are minutes."""
@@ -28,25 +28,6 @@ PATIENCE_STEPS = 600
 
 LAST_STEP = 2_000
 """Steps after the faults by which everything must have settled: eight minutes of waiting, or as much of computing."""
-
-
-class Result(msgspec.Struct, frozen=True):
-    """What came of a run.
-
-    Attributes:
-        digest: SHA-256 over all events of all logs, as JSON.
-        seen: how often things happened.
-        lines: the log of each engine, one JSON line for each event.
-        cpu_s: processor time; the one thing here that differs from machine to machine.
-    """
-
-    seed: int
-    steps: int
-    digest: str
-    cpu_s: float
-    seen: dict[str, int]
-    lines: dict[str, list[bytes]]
-    broken: Broken | None = None
 
 
 class World:
@@ -161,6 +142,7 @@ class Run:
     Args:
         plan: what happens.
         only: look for these kinds of failure alone; see `Checks`.
+        keep_log: keep the events for the result.
         alter: called with the world before the first step; the canaries come in here.
     """
 
@@ -168,9 +150,11 @@ class Run:
         self,
         plan: pl.Plan,
         only: frozenset[str] | None = None,
+        keep_log: bool = True,
         alter: Callable[[World], None] | None = None,
     ) -> None:
         self.world = World(plan, only)
+        self._keep_log = keep_log
         self._plan = plan
         self._alter = alter
         self._steps = 0
@@ -187,7 +171,7 @@ class Run:
                     self._alter(world)
                 self._play()
             except Exception as error:  # noqa: BLE001 - whatever leaves an engine is a finding, and the run ends with it
-                world.checks.fail("crash", _described(error))
+                world.checks.fail("crash", described(error))
             finally:
                 world.close()
         seen = dict(world.checks.seen)
@@ -198,10 +182,13 @@ class Run:
         return Result(
             seed=self._plan.seed,
             steps=self._steps,
+            events=sum(len(watch.lines) for watch in world.checks.watches),
+            ended="broken" if world.checks.broken is not None else "settled",
             digest=world.hash.hexdigest(),
             cpu_s=time.process_time() - started,
             seen=seen,
-            lines={watch.engine.name: watch.lines for watch in world.checks.watches},
+            passed_over=world.checks.passed_over,
+            lines={watch.engine.name: watch.lines for watch in world.checks.watches} if self._keep_log else {},
             broken=world.checks.broken,
         )
 
@@ -234,7 +221,7 @@ class Run:
             watch.take()
 
     def _give_up_on_the_starved(self) -> None:
-        """Abort what vLLM's scheduler has stuck by itself; see `tools.sim.run.Run._is_starved`."""
+        """Abort what vLLM's scheduler has stuck by itself; see `tools.sim.store.run.Run._is_starved`."""
         for watch in self.world.alive:
             scheduler, book = watch.engine.scheduler, watch.engine.ledger.state.book
             starved = self._plan.shape.window and scheduler.kv_holding_waiting and not scheduler.running

@@ -16,12 +16,12 @@ import zmq
 from huggingface_hub.utils import httpx
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
-from connector.pd import peers as pd_asking
+from connector.pd import peers as pd_peers
 from tools.sim.clock import STEP_NS, Clock
 from tools.sim.pd import plan as pl
 from tools.sim.pd.loop import VirtualLoop
 from tools.sim.pd.memory import Machines
-from tools.sim.plan import mix
+from tools.sim.plans import mix
 
 Status = upstream.MooncakeXferResponseStatus
 
@@ -231,7 +231,7 @@ class VirtualContext:
         if socket_type == zmq.ROUTER:
             return Router(self._network, self._process)
         made = Dealer(self._network, self._process)
-        peer_request = pd_asking.PEER_REQUEST.get()
+        peer_request = pd_peers.PEER_REQUEST.get()
         if peer_request is not None:
             self._worker.watch_socket(peer_request, made)
         return made
@@ -364,7 +364,7 @@ class Dealer:
 
     async def send(self, message: bytes) -> None:
         """Send a message, now or when there is a connection."""
-        pd_asking.note_asked()
+        pd_peers.note_asked()
         if self._router is None:
             self._unsent.append(message)
         else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ledger.replay.incidents import CERTAINTIES, Incident, gravest, grouped
 from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS
-from tests.incidents.score import replay_together
+from tools.scoring.common import replay_together
 
 
 def finding(kind: str, *, seq: int = 1, transfers: tuple[str, ...] = (), **fields: Any) -> Finding:

@@ -4,24 +4,14 @@ Real: `Scheduler` or `AsyncScheduler`, its KV cache manager and block pool, `KVO
 plugin's connector but its writer: the log stays in memory. Modelled: the engine core's loop (`step`, or with the next
 step scheduled before the last one's output is known, `step_with_batch_queue`), and the model, which writes KV contents
 and makes tokens up.
-
-vLLM keeps some request ids in sets, whose order differs from process to process, and frees blocks in that order. So
-that a seed means the same run everywhere, `_Ordered` makes these few places go in order of the id.
 """
 
-import hashlib
-import json
-import logging
-import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import scheduler as upstream_scheduler
@@ -35,8 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -46,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.runtime.runtime import LedgerRuntime
@@ -54,39 +42,30 @@ from connector.store.connector import KVLedgerStoreConnector
 from ledger.live.log import Log
 from ledger.settings import Settings
 from ledger.state.apply import State
-from tools.sim import plan as pl
 from tools.sim.clock import STEP_NS, Clock
-from tools.sim.company import OtherWorker
-from tools.sim.memory import Group, Memory
-from tools.sim.memory import Run as MemoryRun
-from tools.sim.store import Faults, RankStore, Store, TransferWatch
-from tools.sim.workers import Place, Rank
+from tools.sim.engines import (
+    MAX_MODEL_LEN,
+    VOCABULARY,
+    Batch,
+    OrderedAsyncScheduler,
+    OrderedScheduler,
+    SortedIds,
+    combined,
+    hash_of_block,
+    model_config,
+    scheduled,
+)
+from tools.sim.plans import mix, number_of
+from tools.sim.store import plan as pl
+from tools.sim.store.memory import Group, Memory
+from tools.sim.store.objects import Faults, RankStore, Store, TransferWatch
+from tools.sim.store.other_connector import OtherWorker
+from tools.sim.store.workers import Place, Rank
 
-VOCABULARY = 500
 WINDOW_BLOCKS = 3
 STATE_UNITS = 4
-MAX_MODEL_LEN = 2048
 STALL_SUSPECT_S = 0.6
 """60 steps of virtual time, so that stalls are suspected within a run."""
-
-
-def quiet() -> None:
-    """Silence what vLLM and the plugin say: thousands of runs would drown the result, and the log is checked anyway."""
-    for name in ("vllm", "kvledger"):
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-class Batch(NamedTuple):
-    """A step between its schedule and its output.
-
-    Attributes:
-        runs: what the model computes.
-        sampled: for each of them, whether a token is sampled.
-    """
-
-    output: SchedulerOutput
-    runs: list[MemoryRun]
-    sampled: list[bool]
 
 
 class Host(TransferWatch):
@@ -223,30 +202,6 @@ _under_construction: list["Engine"] = []
 """vLLM's factory builds the connector by name and passes no engine along."""
 
 
-class SortedIds(set[str]):
-    """A set of request ids that is walked in their order."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(super().__iter__()))
-
-
-class _Ordered(Scheduler):
-    """vLLM's scheduler, walking its sets of request ids in order."""
-
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """End requests one by one."""
-        if request_ids is None or isinstance(request_ids, str):
-            return super().finish_requests(request_ids, finished_status)
-        ended: list[Request] = []
-        for request_id in sorted(request_ids):
-            ended.extend(super().finish_requests(request_id, finished_status))
-        return ended
-
-
-class _OrderedAsync(_Ordered, AsyncScheduler):
-    """The same for vLLM's asynchronous scheduler."""
-
-
 class Engine:
     """An engine of one run.
 
@@ -276,10 +231,10 @@ class Engine:
         cache.cache_hit_alignment_tokens = kv_cache_utils.resolve_cache_hit_alignment_tokens(
             cache, config, self.block_size, self.hash_block_size
         )
-        self._hasher = kv_cache_utils.get_request_block_hasher(self.hash_block_size, _hash)
+        self._hasher = kv_cache_utils.get_request_block_hasher(self.hash_block_size, hash_of_block)
         _under_construction.append(self)
         try:
-            self.scheduler: Scheduler = (_OrderedAsync if shape.pipelined else _Ordered)(
+            self.scheduler: Scheduler = (OrderedAsyncScheduler if shape.pipelined else OrderedScheduler)(
                 vllm_config=config,
                 kv_cache_config=cache,
                 log_stats=False,
@@ -291,8 +246,8 @@ class Engine:
             _under_construction.pop()
         self.scheduler.use_v2_model_runner = shape.runner == 2
         connector: Any = self.scheduler.connector
-        self._place = 1 if shape.company == "first" else 0
-        if shape.company:
+        self._place = 1 if shape.beside == "first" else 0
+        if shape.beside:
             connector = connector.sub_connectors[self._place]
         if not isinstance(connector, SimulatedConnector) or connector.ledger is None:
             raise TypeError("vLLM built another connector than the simulated one")
@@ -317,7 +272,7 @@ class Engine:
             Rank(number, place, RankStore(store, number, self.clock, faults, self.memory, host))
             for number in range(shape.ranks)
         ]
-        self._others = [OtherWorker(number, self.memory, self.clock) for number in range(shape.ranks) if shape.company]
+        self._others = [OtherWorker(number, self.memory, self.clock) for number in range(shape.ranks) if shape.beside]
         self._aggregator = KVOutputAggregator(shape.ranks) if shape.ranks > 1 else None
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -351,19 +306,7 @@ class Engine:
 
     def _schedule(self) -> Batch:
         self.executed += 1
-        output = self.scheduler.schedule()
-        requests, manager = self.scheduler.requests, self.scheduler.kv_cache_manager
-        scheduled = output.num_scheduled_tokens
-        runs: list[MemoryRun] = []
-        sampled: list[bool] = []
-        started = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-        cached = output.scheduled_cached_reqs
-        started.extend(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, computed in started:
-            request = requests[request_id]
-            runs.append((request, computed, scheduled[request_id], manager.get_block_ids(request_id)))
-            sampled.append(not request.is_prefill_chunk)
-        return Batch(output, runs, sampled)
+        return scheduled(self.scheduler)
 
     def execute(self, batch: Batch, lost_down: set[int], lost_up: set[int]) -> list[KVConnectorOutput | None]:
         """Run a step on all ranks, and return what each tells the scheduler; None for what is lost.
@@ -401,32 +344,18 @@ class Engine:
     def metadata_of(self, batch: Batch) -> MooncakeStoreConnectorMetadata:
         """Return what the plugin tells its workers in a step."""
         metadata: Any = batch.output.kv_connector_metadata
-        return metadata.metadata[self._place] if self.shape.company else metadata
+        return metadata.metadata[self._place] if self.shape.beside else metadata
 
     def combine(self, batch: Batch, answers: list[KVConnectorOutput | None]) -> ModelRunnerOutput:
         """Return the ranks' answers as vLLM's aggregator combines them. It writes into the first one."""
-        ids = [request.request_id for request, *_ in batch.runs]
-        tokens = [
-            [self._sample(request, start + count)] if sampled else []
-            for (request, start, count, _), sampled in zip(batch.runs, batch.sampled, strict=True)
-        ]
-        outputs = [
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=tokens,
-                kv_connector_output=answer,
-            )
-            for answer in answers
-        ]
         if self._others:
             for answer in answers:
                 if answer is not None and answer.kv_connector_worker_meta is not None:
                     both = [None, answer.kv_connector_worker_meta][:: 1 if self._place else -1]
                     answer.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(metadata=tuple(both))
-        output = self._aggregator.aggregate(outputs) if self._aggregator is not None else outputs[0]  # type: ignore[arg-type]
-        if output is None:
-            raise RuntimeError("vLLM's aggregator dropped the output")
+        aggregator = self._aggregator
+        aggregate = aggregator.aggregate if aggregator is not None else lambda outputs: outputs[0]
+        output = combined(batch, answers, self._sample, aggregate)
         about = output.kv_connector_output
         if about is not None and about.finished_recving:
             about.finished_recving = SortedIds(about.finished_recving)
@@ -434,7 +363,7 @@ class Engine:
 
     def _sample(self, request: Request, position: int) -> int:
         """Return the token at `position`: the same prompt always goes on in the same way."""
-        return pl.mix(pl.number_of(request.block_hashes[0].hex()) if request.block_hashes else 0, position) % VOCABULARY
+        return mix(number_of(request.block_hashes[0].hex()) if request.block_hashes else 0, position) % VOCABULARY
 
     def update(self, batch: Batch, output: ModelRunnerOutput) -> None:
         """Give the scheduler a step's output."""
@@ -464,41 +393,6 @@ _NOTHING_HEARD = _Silence()
 # --- configuration --------------------------------------------------------------------------------------------------
 
 
-def _hash(value: Any) -> bytes:
-    """Hash what vLLM hashes for a block: the parent's hash, its tokens, and extra keys.
-
-    The parent of a first block is a number that vLLM draws for each process; here it is nothing.
-    """
-    if isinstance(value, tuple) and value[0] == kv_cache_utils.NONE_HASH:
-        value = (b"", *value[1:])
-    return hashlib.sha256(repr(value).encode()).digest()[:16]
-
-
-@lru_cache(maxsize=1)
-def _model() -> ModelConfig:
-    folder = Path(tempfile.mkdtemp(prefix="kvledger-sim-"))
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "vocab_size": 512,
-                "max_position_embeddings": MAX_MODEL_LEN,
-                "torch_dtype": "bfloat16",
-            }
-        )
-    )
-    if not hasattr(kv_cache_utils, "NONE_HASH"):
-        kv_cache_utils.init_none_hash(_hash)
-    return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN)
-
-
 def _vllm_config(shape: pl.Shape) -> VllmConfig:
     extra: dict[str, Any] = {
         "lookup_async": shape.lookup_delay_steps > 0,
@@ -514,7 +408,7 @@ def _vllm_config(shape: pl.Shape) -> VllmConfig:
         "stall_suspect_s": STALL_SUSPECT_S,
     }
     config = VllmConfig(
-        model_config=_model(),
+        model_config=model_config(),
         scheduler_config=SchedulerConfig(
             max_num_seqs=shape.max_seqs,
             max_num_batched_tokens=shape.max_batched_tokens,
@@ -542,14 +436,14 @@ def _transfer(shape: pl.Shape, extra: dict[str, Any]) -> dict[str, Any]:
     common = {"kv_role": shape.role, "kv_load_failure_policy": shape.policy}
     ours = {
         "kv_connector": "SimulatedConnector",
-        "kv_connector_module_path": "tools.sim.engine",
+        "kv_connector_module_path": "tools.sim.store.engine",
         "kv_connector_extra_config": extra,
         **common,
     }
-    if not shape.company:
+    if not shape.beside:
         return ours
-    other = {"kv_connector": "OtherConnector", "kv_connector_module_path": "tools.sim.company", **common}
-    children = [other, ours] if shape.company == "first" else [ours, other]
+    other = {"kv_connector": "OtherConnector", "kv_connector_module_path": "tools.sim.store.other_connector", **common}
+    children = [other, ours] if shape.beside == "first" else [ours, other]
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}, **common}
 
 

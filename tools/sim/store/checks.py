@@ -3,7 +3,7 @@
 The checks keep their own account, from what was seen on the way: the metadata that the workers got, the reports that
 reached the scheduler, what the connector did to the block pool, and vLLM's own block tables. They read the plugin's
 book only to compare it with that account, and share no code with `ledger.state`. What the log itself says is held to
-the rules by `tools.sim.feed`.
+the rules by `tools.sim.store.checked_log`.
 
     poison      a key holds the KV of another prefix
     ownership   a transfer touches a block that is not held for it
@@ -36,28 +36,11 @@ from vllm.v1.request import RequestStatus
 from connector.store.load_thread import RankLoad
 from connector.store.metadata import LedgerWorkerMetadata
 from ledger.live.log import Log
+from tools.sim.check import Checks as CommonChecks
 from tools.sim.clock import Clock
-from tools.sim.feed import Feed
-from tools.sim.memory import shown
-from tools.sim.plan import Shape
-
-
-class Broken(msgspec.Struct, frozen=True):
-    """A check that failed.
-
-    Attributes:
-        kind: which, as in the docstring of this file.
-        detail: one line.
-        step: the engine step.
-        seq: the last event in the log when it was seen.
-        event: that event, as it stands in the log.
-    """
-
-    kind: str
-    detail: str
-    step: int
-    seq: int
-    event: str
+from tools.sim.store.checked_log import CheckedLog
+from tools.sim.store.memory import shown
+from tools.sim.store.plan import Shape
 
 
 class OpenJob(msgspec.Struct):
@@ -123,61 +106,44 @@ class WatchedPool:
         self._pool.free_blocks(blocks)
 
 
-class Checks:
-    """All checks of one run.
+class Checks(CommonChecks):
+    """All checks of one run; see also the class that it extends.
 
     Args:
         shape: the engine.
         clock: the run's time.
         only: look for these kinds alone and let others pass; None to stop at the first of any kind.
-
-    Attributes:
-        broken: the first check that failed.
-        passed_over: how often checks of other kinds failed, when only one is looked for.
-        seen: how often things happened, to know what a run covered.
     """
 
     def __init__(self, shape: Shape, clock: Clock, only: frozenset[str] | None = None) -> None:
+        super().__init__(only)
         self.clock = clock
-        self.broken: Broken | None = None
-        self.passed_over: dict[str, int] = {}
-        self.seen: dict[str, int] = {}
-        self.step = 0
         self.jobs: dict[int, OpenJob] = {}
         self.loads: dict[str, OpenLoad] = {}
         self.next_job = 0
         self.violation_due = ""
         self.lookup_hook: Callable[[], None] | None = None
         self._shape = shape
-        self._only = only
         self._settled_loads: dict[str, int] = {}
         self._tails: dict[int, None] = {}
         self._lost_elsewhere: dict[str, None] = {}
         self._epochs = [0] * shape.blocks
 
-    def bind(self, scheduler: Scheduler, log: Log, feed: Feed) -> None:
+    def bind(self, scheduler: Scheduler, log: Log, checked_log: CheckedLog) -> None:
         """Take what is checked, once it is built."""
         self.scheduler = scheduler
         self.log = log
-        self.feed = feed
+        self.checked_log = checked_log
         self.pool = scheduler.kv_cache_manager.block_pool
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         self._block_sizes = [spec.block_size for spec in specs]
         self._of_states = [isinstance(spec, MambaSpec) for spec in specs]
 
-    def fail(self, kind: str, detail: str) -> None:
-        """Note that a check failed; the run ends with this step."""
-        if self._only is not None and kind not in self._only:
-            self.passed_over[kind] = self.passed_over.get(kind, 0) + 1
-            return
-        if self.broken is None:
-            self.feed.take()
-            self.broken = Broken(kind, detail, self.step, self.log.last_seq, self.feed.last_line)
-
-    def count(self, what: str, times: int = 1) -> None:
-        """Count what a run covered."""
-        self.seen[what] = self.seen.get(what, 0) + times
+    def last_event(self) -> str:
+        """Return the last event of the log, as JSON; empty if there is none."""
+        self.checked_log.take()
+        return self.checked_log.last_line
 
     # --- what the engine and the store tell --------------------------------------------------------------------------
 
@@ -470,22 +436,22 @@ class Checks:
 
     def check_events(self) -> None:
         """What the connector did to the pool is what the new events say; the shadow agrees with the live state."""
-        self.feed.take()
-        watched, feed = self.watched_pool, self.feed
-        if watched.touched != feed.touched or watched.freed != feed.freed:
+        self.checked_log.take()
+        watched, log = self.watched_pool, self.checked_log
+        if watched.touched != log.touched or watched.freed != log.freed:
             self.fail(
                 "rule",
                 f"the pool saw references taken on {watched.touched} and given back on {watched.freed}; the log says "
-                f"{feed.touched} and {feed.freed}",
+                f"{log.touched} and {log.freed}",
             )
-        watched.touched, watched.freed, feed.touched, feed.freed = [], [], [], []
-        for detail in feed.complaints:
+        watched.touched, watched.freed, log.touched, log.freed = [], [], [], []
+        for detail in log.complaints:
             self.fail("rule", detail)
-        feed.complaints.clear()
-        if feed.shadow.encode() != self.log.state.encode():
+        log.complaints.clear()
+        if log.shadow.encode() != self.log.state.encode():
             self.fail(
                 "fold",
-                f"the log folds to {feed.shadow.digest()[:12]}, the live state is {self.log.state.digest()[:12]}",
+                f"the log folds to {log.shadow.digest()[:12]}, the live state is {self.log.state.digest()[:12]}",
             )
 
     # --- at the end --------------------------------------------------------------------------------------------------

@@ -3,19 +3,15 @@
 A plan is data. It is drawn from a seed once, before the run, so a run that fails can be made smaller by leaving
 decisions out, and saved and run again without the seed. A fault names the call it strikes by request, rank and number,
 not by time, so leaving out another decision does not move it. This file knows no vLLM.
-
-Dice use nothing of `random` but `Random.random()`, the one method whose values Python promises to keep across
-versions.
 """
 
-import random
-import zlib
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import msgspec
 
-T = TypeVar("T")
+from tools.sim.plans import Decision, Dice
+from tools.sim.plans import Plan as AnyPlan
 
 FAULTS: tuple[str, ...] = (
     "late",
@@ -33,12 +29,6 @@ FAULTS: tuple[str, ...] = (
 """Kinds of fault, as `--faults` takes them: a call that is late, fails with a code, raises, hangs until faults stop, or
 is answered twice; a report for a job nobody knows; a rank whose transfers stand still; a rank that dies; a message
 between scheduler and worker that is lost; keys that the store evicts; a store under pressure."""
-
-CANARIES: tuple[str, ...] = (
-    *("pins-off", "by-request", "silent-exception", "first-failure", "first-rank", "report-first"),
-    *("head-first", "no-bounds", "asleep", "beside-the-log", "deaf"),
-)
-"""Known mistakes by name, for a command line that shall not wait for vLLM. They are in `canaries`."""
 
 CODES: tuple[int, ...] = (
     *(-1, -10, -101, -103, -200, -400, -500, -600, -601, -700, -701, -702, -703, -704, -705, -706, -707, -710, -712),
@@ -63,7 +53,7 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
         reserve_prompt: a request is admitted only if its whole prompt fits, as is vLLM's default; else preemption is
             more frequent.
         lookups: whether the store is asked for hits; without, a consumer that saves nothing only lends its memory.
-        company: where another connector stands beside the plugin, under vLLM's `MultiConnector`; empty for alone.
+        beside: where another connector stands beside the plugin, under vLLM's `MultiConnector`; empty for alone.
         lookup_delay_steps: steps until an asynchronous lookup answers; 0 for lookups that block.
     """
 
@@ -79,7 +69,7 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
     runner: int = 1
     role: str = "kv_both"
     lookups: bool = True
-    company: Literal["", "first", "second"] = ""
+    beside: Literal["", "first", "second"] = ""
     policy: str = "recompute"
     save_decode_cache: bool = False
     lookup_delay_steps: int = 0
@@ -91,10 +81,6 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
     load_deadline_s: float = 10.0
     load_rollback: str = "request"
     load_max_cycles: int = 2
-
-
-class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """One thing that a client or a fault does."""
 
 
 class Arrive(Decision, frozen=True, omit_defaults=True, tag="arrive"):
@@ -215,7 +201,7 @@ class Pressure(Decision, frozen=True, omit_defaults=True, tag="pressure"):
 AnyDecision: TypeAlias = Arrive | Abort | Reset | CallFault | Stray | Stall | Die | Lose | Evict | Pressure
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(AnyPlan, frozen=True):
     """A run before it happens.
 
     Attributes:
@@ -228,48 +214,6 @@ class Plan(msgspec.Struct, frozen=True):
     steps: int
     shape: Shape
     decisions: tuple[AnyDecision, ...]
-
-
-class Dice:
-    """Draws from a seed, the same on every machine and every Python."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed).random
-
-    def below(self, bound: int) -> int:
-        """Return a whole number in `[0, bound)`."""
-        return int(self._random() * bound)
-
-    def between(self, first: int, last: int) -> int:
-        """Return a whole number in `[first, last]`."""
-        return first + self.below(last - first + 1)
-
-    def chance(self, probability: float) -> bool:
-        """Return True with this probability."""
-        return self._random() < probability
-
-    def pick(self, choices: Sequence[T]) -> T:
-        """Return one of `choices`."""
-        return choices[self.below(len(choices))]
-
-
-def mix(*numbers: int) -> int:
-    """Return 64 bits that depend on all of `numbers` and look random: decisions that need no dice."""
-    state = 0x9E3779B97F4A7C15
-    for number in numbers:
-        state = ((state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
-        state ^= state >> 29
-        state = (state * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 32
-    return state
-
-
-_MASK = (1 << 64) - 1
-
-
-def number_of(name: str) -> int:
-    """Return a number for a request id or a key, the same in every process."""
-    return zlib.crc32(name.encode())
 
 
 def draw(seed: int, steps: int, *, ranks: Sequence[int] = (1, 2, 3, 4), faults: Iterable[str] = FAULTS) -> Plan:
@@ -315,7 +259,7 @@ def _draw_shape(dice: Dice, ranks: Sequence[int]) -> Shape:
         policy=dice.pick(("recompute", "recompute", "fail")),
         save_decode_cache=saves_decode,
         lookups=dice.chance(0.95),
-        company=dice.pick(("first", "second")) if layout == "full" and dice.chance(0.25) else "",
+        beside=dice.pick(("first", "second")) if layout == "full" and dice.chance(0.25) else "",
         lookup_delay_steps=dice.pick((0, 0, 0, 2)),
         receivers=dice.pick((1, 1, 2)),
         on_invariant_violation=dice.pick(("raise", "quarantine")),

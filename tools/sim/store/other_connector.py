@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from tools.sim.clock import STEP_NS, Clock
-from tools.sim.memory import Memory
-from tools.sim.plan import mix, number_of
+from tools.sim.plans import mix, number_of
+from tools.sim.store.memory import Memory
 
 
 class OtherLoad(NamedTuple):

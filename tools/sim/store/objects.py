@@ -11,9 +11,10 @@ This file knows the call signatures of the store, addresses as `workers` registe
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tools.sim import plan as pl
 from tools.sim.clock import STEP_NS, Clock, getcurrent
-from tools.sim.memory import Memory
+from tools.sim.plans import mix, number_of
+from tools.sim.store import plan as pl
+from tools.sim.store.memory import Memory
 
 BASE_ADDRESS = 1 << 20
 BLOCK_BYTES = 4096
@@ -116,13 +117,13 @@ class Faults:
 
     def duration_ns(self, call: str, request: str, rank: int) -> int:
         """Return how long a call takes that nothing strikes: mostly less than a step, now and then several."""
-        roll = pl.mix(self._seed, pl.number_of(call + request), rank, self._counts.get((call, request, rank), 0))
+        roll = mix(self._seed, number_of(call + request), rank, self._counts.get((call, request, rank), 0))
         steps = 1 if roll % 8 else 2 + (roll >> 20) % 10
         return steps * (STEP_NS // 20 + (roll >> 40) % STEP_NS)
 
     def chosen(self, keys: Sequence[str], share: int) -> list[bool]:
         """Return which of `keys` a fault strikes: about `share` thousandths of them, and at least one."""
-        struck = [pl.mix(self._seed, pl.number_of(key)) % 1000 < share for key in keys]
+        struck = [mix(self._seed, number_of(key)) % 1000 < share for key in keys]
         if keys and not any(struck):
             struck[0] = True
         return struck
@@ -143,9 +144,7 @@ class Store:
     def evict(self, share: int) -> None:
         """Give up about `share` thousandths of the keys."""
         self.evictions += 1
-        for key in [
-            key for key in self.objects if pl.mix(self._seed, self.evictions, pl.number_of(key)) % 1000 < share
-        ]:
+        for key in [key for key in self.objects if mix(self._seed, self.evictions, number_of(key)) % 1000 < share]:
             del self.objects[key]
 
 

@@ -5,17 +5,18 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from ledger import events as ev
 from ledger.errors import InvariantViolation
-from tools.sim import plan as pl
-from tools.sim.checks import Broken, Checks
-from tools.sim.client import Client
+from tools.sim.check import described
 from tools.sim.clock import STEP_NS, Clock
-from tools.sim.engine import Batch, Engine
-from tools.sim.feed import Feed
-from tools.sim.store import Faults, Store
+from tools.sim.engines import Batch
+from tools.sim.result import Result as CommonResult
+from tools.sim.store import plan as pl
+from tools.sim.store.checked_log import CheckedLog
+from tools.sim.store.checks import Checks
+from tools.sim.store.client import Client
+from tools.sim.store.engine import Engine
+from tools.sim.store.objects import Faults, Store
 
 PATIENCE_STEPS = 400
 """Steps after the faults until clients give up on what is stuck behind blocks that are lost for good."""
@@ -24,31 +25,14 @@ LAST_STEP = 2_000
 """Steps after the faults by which everything must have settled."""
 
 
-class Result(msgspec.Struct, frozen=True):
-    """What came of a run.
+ENGINE = "simulated"
+"""The name of the engine, and of its log."""
 
-    Attributes:
-        steps: engine steps that were scheduled, the last ones included, in which everything settles.
-        ended: `settled`, `violation` (the books stopped the engine over a broken report, as they should), or `died`.
-        digest: SHA-256 over all events of the log, as JSON.
-        state: digest of the book at the end.
-        cpu_s: processor time it took; the one thing here that differs from machine to machine.
-        seen: how often things happened.
-        lines: the log, one JSON line for each event, if it was asked for.
-        passed_over: failures of kinds that were not looked for.
-    """
 
-    seed: int
-    steps: int
-    events: int
-    ended: str
-    digest: str
+class Result(CommonResult, frozen=True, kw_only=True):
+    """What came of a run. `state` is the digest of the ledger's state at its end."""
+
     state: str
-    cpu_s: float
-    seen: dict[str, int]
-    broken: Broken | None = None
-    lines: tuple[bytes, ...] = ()
-    passed_over: dict[str, int] = {}
 
 
 class World:
@@ -62,8 +46,8 @@ class World:
         self.faults = Faults(plan, self.clock)
         self.engine = Engine(plan, self.checks, self.store, self.faults)  # type: ignore[arg-type]
         self.hash = hashlib.sha256()
-        self.feed = Feed(self.engine.ledger.log, keep_log, self.hash)
-        self.checks.bind(self.engine.scheduler, self.engine.ledger.log, self.feed)
+        self.checked_log = CheckedLog(self.engine.ledger.log, keep_log, self.hash)
+        self.checks.bind(self.engine.scheduler, self.engine.ledger.log, self.checked_log)
         self.client = Client(plan, self.engine, self.checks.count)
 
 
@@ -102,21 +86,25 @@ class Run:
         try:
             self._play()
         except Exception as error:  # noqa: BLE001 - whatever leaves the engine is a finding, and the run ends with it
-            checks.fail("crash", _described(error))
+            checks.fail("crash", described(error))
         finally:
             world.clock.close()
-        world.feed.take()
+        world.checked_log.take()
         return Result(
             seed=self._plan.seed,
             steps=world.engine.executed,
-            events=world.feed.count,
+            events=world.checked_log.count,
             ended=self._ended or "broken",
             digest=world.hash.hexdigest(),
             state=world.engine.ledger.state.digest(),
             cpu_s=time.process_time() - started,
-            seen={**checks.seen, **_prefixed("events: ", world.feed.kinds), **_prefixed("faults: ", world.faults.hits)},
+            seen={
+                **checks.seen,
+                **_prefixed("events: ", world.checked_log.kinds),
+                **_prefixed("faults: ", world.faults.hits),
+            },
             broken=checks.broken,
-            lines=tuple(world.feed.lines),
+            lines={ENGINE: world.checked_log.lines} if world.checked_log.lines else {},
             passed_over=checks.passed_over,
         )
 
@@ -220,14 +208,14 @@ class Run:
         world.client.mid_step(self._step)
         checks.delivered(answers)
         output = world.engine.combine(batch, answers)
-        violations = world.feed.violations
+        violations = world.checked_log.violations
         try:
             world.engine.update(batch, output)
         except InvariantViolation as violation:
             self._stopped_by_the_books(violation)
             return
-        world.feed.take()
-        cried = world.feed.violations > violations
+        world.checked_log.take()
+        cried = world.checked_log.violations > violations
         if cried != bool(checks.violation_due):
             detail = checks.violation_due or "a rule was reported as broken, and every report was sound"
             checks.fail("violation", detail if cried else f"nothing was recorded: {detail}")
@@ -281,12 +269,3 @@ class Run:
 
 def _prefixed(prefix: str, counts: dict[str, int]) -> dict[str, int]:
     return {prefix + name: count for name, count in counts.items()}
-
-
-def _described(error: BaseException) -> str:
-    """Return an error with the place where it was raised, in one line."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f"{trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}" if trace is not None else "?"
-    return f"{type(error).__name__} at {where}: {error}".replace("\n", " ")

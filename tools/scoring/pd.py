@@ -1,6 +1,6 @@
-"""Judges the verdicts by simulated prefills and decodes: the logs of all engines of a run, replayed together.
+"""How well the verdicts do on simulated prefills and decodes: the logs of all engines of a run, replayed together.
 
-`tools/score.py` plays the seeds and writes the table. The truth is what the simulator did (whom it killed), and what
+The truth is what the simulator did (whom it killed), and what
 the engines recorded of the transfers: which pulls failed, which sends ran out of time, which answers came too late.
 """
 
@@ -9,6 +9,9 @@ from typing import Any
 
 import msgspec
 
+from tools.scoring import common
+from tools.scoring.common import RunScore, alarm, hits, replay_together
+
 CASES = ("failed pull", "expired send", "late answer", "engine killed")
 """What there may be to find: transfers, transfers, logs, logs."""
 
@@ -16,24 +19,14 @@ WRONG_SIDES = ("the prefill engine D", "the decode engine P")
 """What no finding may say: the engines are called P0, P1 and so on, and D."""
 
 
-class PdScore(msgspec.Struct):
-    """How the verdicts did in one run.
+PD = "P/D"
+PD_STEPS = 120
 
-    Attributes:
-        due, hit: by case, how much there was to find, and how much was found.
-        wrong_side: findings that send the reader to an engine that is not of that side.
-        alarms: findings that nothing in the truth explains.
-        faults: kinds of fault that were planned.
-    """
 
-    seed: int
-    events: int
-    faults: list[str]
-    due: dict[str, int]
-    hit: dict[str, int]
+class PdScore(RunScore, kw_only=True):
+    """How the verdicts did in one run. `wrong_side`: findings that send to an engine that is not of that side."""
+
     wrong_side: int
-    alarms: list[str]
-    misses: list[str]
 
 
 class _Truth(msgspec.Struct):
@@ -45,12 +38,10 @@ class _Truth(msgspec.Struct):
     killed: bool
 
 
-def score_pd(seed: int, steps: int) -> PdScore:
+def score(seed: int, steps: int) -> PdScore:
     """Play a seed, replay the logs of its engines together, and compare."""
     from ledger import events as ev
-    from ledger.replay.fold import Replay
-    from ledger.replay.join import join
-    from tools.sim.engine import quiet
+    from tools.sim.engines import quiet
     from tools.sim.pd import plan as pl
     from tools.sim.pd.run import Run
 
@@ -70,13 +61,10 @@ def score_pd(seed: int, steps: int) -> PdScore:
         )
         for engine, events in logs.items()
     }
-    names = list(logs)
-    results = [Replay().feed(events).result("torn") for events in logs.values()]
-    found = join(results, [f"{name}.db" for name in names], [events.__iter__ for events in logs.values()]).findings
-    told = [(names[index], finding) for index, finding in found]
+    found = replay_together(logs)
     due, hit = dict.fromkeys(CASES, 0), dict.fromkeys(CASES, 0)
     for engine, truth in truths.items():
-        own = [finding for log, finding in told if log == engine]
+        own = [finding for log, finding in found if log == engine]
         kinds = {finding.kind for finding in own}
         for case, transfers, kind in (
             ("failed pull", truth.failed, "load_failed"),
@@ -91,18 +79,14 @@ def score_pd(seed: int, steps: int) -> PdScore:
             due[case] += there
             hit[case] += there and kind in kinds
     return PdScore(
-        seed,
-        sum(map(len, logs.values())),
-        _planned(plan),
-        due,
-        hit,
-        sum(any(side in finding.culprit for side in WRONG_SIDES) for _, finding in told),
-        [
-            f"{log}: {each.kind} ({each.certainty}): {each.title}"
-            for log, each in told
-            if not _explained(each, truths[log])
-        ],
-        [case for case in CASES if hit[case] < due[case]],
+        seed=seed,
+        name=PD,
+        events=sum(map(len, logs.values())),
+        faults=_planned(plan),
+        due={case: int(number) for case, number in due.items()},
+        hit={case: int(number) for case, number in hit.items()},
+        wrong_side=sum(any(side in finding.culprit for side in WRONG_SIDES) for _, finding in found),
+        alarms=[f"{log}: {alarm(each)}" for log, each in found if not _explained(each, truths[log])],
     )
 
 
@@ -138,21 +122,14 @@ def table(scores: Sequence[PdScore]) -> str:
     """Return the table of what there was to find and what was found, and which faults the runs had."""
     from tools.sim.pd.plan import FAULTS
 
-    lines = [
-        f"| runs | events | {' | '.join(CASES)} | wrong side | false alarms |",
-        f"|---|---|{'---|' * len(CASES)}---|---|",
-    ]
+    rows: list[list[object]] = []
     for name, group in (
         ("all faults", [each for each in scores if each.faults]),
         ("no fault but clients that go away", [each for each in scores if not each.faults]),
     ):
-        cells = [
-            f"{sum(each.hit[case] for each in group)} of {sum(each.due[case] for each in group)}" for case in CASES
-        ]
+        events = f"{sum(each.events for each in group):,}"
         wrong, alarms = sum(each.wrong_side for each in group), sum(len(each.alarms) for each in group)
-        events = sum(each.events for each in group)
-        lines.append(f"| {len(group)} x {name} | {events:,} | {' | '.join(cells)} | {wrong} | {alarms} |")
-    runs = {fault: sum(fault in each.faults for each in scores) for fault in FAULTS}
-    return "\n".join(
-        [*lines, "", f"Runs by fault: {', '.join(f'{fault} {number}' for fault, number in runs.items())}."]
-    )
+        rows.append([f"{len(group)} x {name}", events, *hits(group, CASES), wrong, alarms])
+    runs = ", ".join(f"{fault} {sum(fault in each.faults for each in scores)}" for fault in dict.fromkeys(FAULTS))
+    head = ["runs", "events", *CASES, "wrong side", "false alarms"]
+    return f"{common.table(head, rows)}\n\nRuns by fault: {runs}."

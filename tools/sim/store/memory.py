@@ -12,9 +12,11 @@ This file knows vLLM's request objects, and nothing of schedulers, stores or led
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
+
+from tools.sim.step import RequestInStep
 
 STALE = ("stale",)
 """What is written for tokens that were taken back."""
@@ -34,10 +36,6 @@ class Group(NamedTuple):
     window: int = 0
     salt: bytes = b""
     states: bool = False
-
-
-Run: TypeAlias = tuple[Request, int, int, Sequence[Sequence[int]]]
-"""A request in a step: tokens that are computed before it, tokens of the step, and the block table by group."""
 
 
 class Memory:
@@ -82,7 +80,7 @@ class Memory:
 
     # --- the model --------------------------------------------------------------------------------------------------
 
-    def compute(self, runs: Sequence[Run], copies: Sequence[tuple[int, int]] = ()) -> None:
+    def compute(self, runs: Sequence[RequestInStep], copies: Sequence[tuple[int, int]] = ()) -> None:
         """Run a step: write the KV of all its tokens, and attend to what is before them.
 
         The model goes layer by layer over the whole batch, so a request may attend to a block that another one fills in

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from vllm.v1.request import Request, RequestStatus
 
-from tools.sim import plan as pl
-from tools.sim.engine import VOCABULARY, Engine
+from tools.sim.engines import VOCABULARY
+from tools.sim.plans import mix
+from tools.sim.store import plan as pl
+from tools.sim.store.engine import Engine
 
 MAX_QUEUED = 40
 """Requests that may wait at a time; beyond it clients hold back, or a slow run would never drain."""
@@ -80,11 +82,11 @@ class Client:
     def _prefix(self, family: int, length: int) -> list[int]:
         known = self._families.setdefault(family, [])
         while len(known) < length:
-            known.append(pl.mix(self._seed, family, len(known)) % VOCABULARY)
+            known.append(mix(self._seed, family, len(known)) % VOCABULARY)
         return known[:length]
 
     def _own(self, seed: int, length: int) -> list[int]:
-        return [pl.mix(seed, index) % VOCABULARY for index in range(length)]
+        return [mix(seed, index) % VOCABULARY for index in range(length)]
 
     def _abort(self, step: int, *, mid_step: bool) -> None:
         due = [abort for abort in self._aborts if abort.step <= step and abort.mid_step == mid_step]

@@ -10,40 +10,28 @@ This file knows the plugin's inner methods, and is the only part of the simulato
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.store.metadata import JobReport, LedgerWorkerMetadata
 from connector.store.worker import StoreOutbox
 from ledger.blocks import Blocks, numbers
-from tools.sim import plan as pl
-from tools.sim.run import World
+from tools.sim.canary import Canary as CommonCanary
+from tools.sim.canary import not_stopped
+from tools.sim.store import plan as pl
+from tools.sim.store.run import World
 
 
-class Canary(NamedTuple):
-    """A mistake.
+class Canary(CommonCanary, frozen=True):
+    """A mistake. `ranks`: numbers of ranks with which it can show."""
 
-    Attributes:
-        incident: the public incident it stands for.
-        finds: kinds of failed check, any of which shows the damage.
-        ranks: numbers of ranks with which it can show.
-    """
-
-    name: str
-    incident: str
-    what: str
-    finds: frozenset[str]
-    alter: Callable[[World], None]
     ranks: tuple[int, ...] = (1, 2, 3, 4)
 
     def plan(self, seed: int, steps: int) -> pl.Plan:
-        """Return the plan of a seed, with an engine that broken books do not stop."""
-        plan = pl.draw(seed, steps, ranks=self.ranks)
-        shape = msgspec.structs.replace(plan.shape, on_invariant_violation="quarantine")
-        return msgspec.structs.replace(plan, shape=shape)
+        """Return the plan of a seed, with an engine that a broken rule does not stop."""
+        return not_stopped(pl.draw(seed, steps, ranks=self.ranks))
 
 
 def _half(world: World) -> Any:
@@ -271,11 +259,4 @@ CANARIES: tuple[Canary, ...] = (
     ),
 )
 
-
-def canary(name: str) -> Canary:
-    """Return the canary of that name.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return {each.name: each for each in CANARIES}[name]
+BY_NAME = {canary.name: canary for canary in CANARIES}

@@ -34,10 +34,10 @@ from connector.store.worker import LedgerStoreWorker
 from ledger import events as ev
 from ledger.live.log import Log
 from ledger.settings import Settings
-from tools.sim.checks import load_number
 from tools.sim.clock import STEP_NS, Call, Clock, getcurrent
-from tools.sim.plan import Shape
-from tools.sim.store import BASE_ADDRESS, BLOCK_BYTES, Faults, RankStore
+from tools.sim.store.checks import load_number
+from tools.sim.store.objects import BASE_ADDRESS, BLOCK_BYTES, Faults, RankStore
+from tools.sim.store.plan import Shape
 
 DISPATCH_NS = STEP_NS // 100
 """From queueing a job to a thread taking it up: 0.1 ms."""
@@ -261,7 +261,7 @@ class Rank:
         Not beside another connector: vLLM counts answers by request, and one that is not ours would be counted for a
         load that is not ours either. The plugin keeps the request waiting then, which is safe and cannot settle.
         """
-        if self._place.shape.company:
+        if self._place.shape.beside:
             return
         self.worker._outbox.add_load(request, LoadReport(load, self.number, "loaded"))
         upstream.KVTransferThread.set_finished_request(self.worker.kv_recv_threads[0], request)

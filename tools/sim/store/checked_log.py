@@ -16,7 +16,7 @@ from ledger.state.apply import State
 DRAIN_LIMIT = 1 << 30
 
 
-class Feed:
+class CheckedLog:
     """Drains the log as a writer would, folds it as a replay would, and holds the events to the design's rules.
 
     Events take the way through their encoding, so that what is folded is what a file would hold.
