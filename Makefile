@@ -2,10 +2,10 @@
 # While you work, `make check` is the part of `make test` that starts no engine.
 
 PYTHON ?= python3
-# A file stays on one worker, since its tests share engines that take long to start. Files run in the order of their rooms
-# and not by their number of tests: the engines' are few and long, and one of them would end the run alone.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder --durations 20
-CHECK_ARGS ?= -q -n 2 --dist worksteal
+# Idle workers take tests from busy ones: an engine's tests are few and long, and its scenarios run once for all
+# workers. Of `check`, many tests wait for a peer that never answers, so that a third worker finds time on two cores.
+PYTEST_ARGS ?= -n 2 --dist worksteal --durations 20
+CHECK_ARGS ?= -q -n 3 --dist worksteal
 CHECKED_ROOMS = tests/unit tests/property tests/incidents
 DEMO_ARGS ?=
 LOCK_ARGS ?=
