@@ -4,9 +4,13 @@ A room that needs vLLM and Mooncake fails where they are missing. A skip would t
 what the tests there show can be shown in no other way. Only `gpu` skips, and says why.
 """
 
+import atexit
 import importlib.util
 import logging
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +27,39 @@ NEEDED_MODULES = {
     "engine": ("vllm", "torch", "mooncake", "zmq"),
     "browser": ("playwright",),
 }
+
+# What the tests, and all programs that they start, find around them on every machine. Nobody's terminal, language or
+# place decides what is printed, no setting of somebody's engine reaches those of the tests, and no cache is warm.
+SETTINGS_OF_OTHERS = ("KVLEDGER_", "VLLM_", "MOONCAKE_", "MC_", "DATASETTE_", "LC_")
+UNSET = {
+    *("LANG", "LANGUAGE", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
+    *("PYTHONPATH", "PYTHONWARNINGS", "PYTHONOPTIMIZE", "PYTHONIOENCODING", "PYTHONHASHSEED", "TMOUT", "PAGER"),
+}
+ENVIRONMENT = {
+    "TZ": "UTC",
+    "LC_ALL": "C.UTF-8",
+    "TERM": "xterm",
+    "COLUMNS": "80",
+    "LINES": "25",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
+
+
+def make_surroundings() -> None:
+    """Gives this process, and those that it starts, the same environment on every machine; done before any import."""
+    for name in list(os.environ):
+        if name in UNSET or name.startswith(SETTINGS_OF_OTHERS):
+            del os.environ[name]
+    os.environ.update(ENVIRONMENT)
+    time.tzset()
+    caches = tempfile.mkdtemp(prefix="kvledger-caches-")
+    atexit.register(shutil.rmtree, caches, ignore_errors=True)
+    for name in ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[name] = str(Path(caches, name.lower()))
+
+
+make_surroundings()
 
 # The speed of the machine is no property of the code, so there are no deadlines. CI draws the same examples every
 # time; new ones are found where someone can look at them.

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -70,7 +70,7 @@ def base(suite: str) -> Path:
 
 
 @contextmanager
-def room(suite: str, fonts: str, *, keep: bool) -> Iterator[Path]:
+def room(suite: str, fonts: str, *, keep: bool) -> Generator[Path]:
     """A new root file system with a clone of the project in it; removed at the end unless it is to be kept."""
     root = FOLDER / f"root-{fonts}"
     shutil.rmtree(root, ignore_errors=True)
@@ -160,7 +160,7 @@ def attempt(root: Path, fonts: str, target: str) -> bool:
 
 
 @contextmanager
-def load() -> Iterator[None]:
+def load() -> Generator[None]:
     """A busy process on each core."""
     busy = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"], stdin=subprocess.DEVNULL)

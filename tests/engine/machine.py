@@ -61,6 +61,12 @@ def free_ports(number: int) -> list[int]:
         return ports
 
 
+def two_cores() -> str:
+    """The cores for two ranks, as vLLM reads them: two that this process may use, or the only one twice."""
+    cores = sorted(os.sched_getaffinity(0))
+    return f"{cores[0]}|{cores[1 % len(cores)]}"
+
+
 def cpu_environment(folder: Path) -> None:
     """Set what vLLM reads from the environment: loopback only, equal hashes in all processes, sockets in `folder`."""
     os.environ.update(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger import events as ev
-from tests.engine.machine import cpu_environment, free_port
+from tests.engine.machine import cpu_environment, free_port, two_cores
 from tests.engine.pd_engines import GATE, HOLD_TIMEOUT_S, Engine
 
 SETTLE_TIMEOUT_S = 60.0
@@ -199,7 +199,7 @@ def ranks(folder: Path) -> dict[str, Any]:
     pair = Pair(folder)
     # The first forward of two ranks takes seconds, in which they do not answer.
     pair.environment["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(3 * HOLD_TIMEOUT_S)
-    pair.environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    pair.environment["VLLM_CPU_OMP_THREADS_BIND"] = two_cores()
     engines = {"P": pair.engine("P", "kv_producer", tensor_parallel_size=2)}
     engines["D2"] = pair.engine("D2", "kv_consumer", tensor_parallel_size=2)
     pair.environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

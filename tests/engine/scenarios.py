@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.engine.machine import cpu_environment, end_engine, greedy, make_llm, mooncake_master
+from tests.engine.machine import cpu_environment, end_engine, greedy, make_llm, mooncake_master, two_cores
 
 STORE = "KVLedgerStoreConnector"
 UPSTREAM_STORE = "MooncakeStoreConnector"
@@ -57,7 +57,7 @@ def reference(folder: Path) -> dict[str, Any]:
 
 def reference_two_ranks(folder: Path) -> dict[str, Any]:
     """Without a connector, on two ranks: dummy weights differ with the number of ranks."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = two_cores()
     llm = make_llm(folder, tensor_parallel_size=2)
     result = {"short": tokens_of(llm.generate(prompts(3, 400), greedy(8), use_tqdm=False))}
     end_engine(llm.llm_engine)
@@ -123,7 +123,7 @@ def preempt(folder: Path) -> dict[str, Any]:
 
 def two_ranks(folder: Path) -> dict[str, Any]:
     """Two tensor-parallel ranks: every job and load needs both to report."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = two_cores()
     with mooncake_master(folder):
         llm = make_llm(folder, STORE, {"ledger_path": str(folder / "ledger")}, tensor_parallel_size=2)
         rounds = []

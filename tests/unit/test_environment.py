@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import lock, uv_tool
+from tools import clean_room, lock, uv_tool
 
 
 @pytest.fixture
@@ -68,3 +68,14 @@ def test_uv_runs_in_the_version_that_the_project_names(tmp_path: Path):
     assert uv_tool.has_version(uv_tool.uv(), uv_tool.version())
     assert not uv_tool.has_version(uv_tool.uv(), "0.0.1")
     assert not uv_tool.has_version(tmp_path / "uv", uv_tool.version())
+
+
+def test_a_clean_room_gets_the_folders_that_the_package_settings_name(unset: pytest.MonkeyPatch, tmp_path: Path):
+    for folder in ("wheels", "index/simple"):
+        (tmp_path / folder).mkdir(parents=True)
+    settings = {
+        "find-links": f"{tmp_path}/wheels {tmp_path}/missing https://wheels.example",
+        "extra-index-url": f"file://{tmp_path}/index/simple https://index.example/simple",
+    }
+    unset.setattr(uv_tool, "pip_settings", lambda: settings)
+    assert clean_room.folders_of_packages() == [f"{tmp_path}/index", f"{tmp_path}/wheels"]
