@@ -25,7 +25,7 @@ from datasette.plugins import pm
 
 from ledger.browse import extras, pages, plugin
 from ledger.errors import LedgerError, LedgerNotWritable
-from ledger.file import sqlite
+from ledger.file.explain import explain
 from ledger.file.read import open_log
 from ledger.file.seal import seal
 
@@ -94,7 +94,7 @@ def make_copy(path: Path, folder: Path, progress: Progress | None = None) -> Pat
                 seal(path, copy, tell)
             extras.add(copy, lambda events: tell(total + events))
         except (OSError, sqlite3.Error, LedgerNotWritable) as error:
-            reason = sqlite.explain(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            reason = explain(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise LedgerNotWritable(
                 f"no copy of {path} can be made in {folder.parent}: {reason}. TMPDIR names another folder."
             ) from error

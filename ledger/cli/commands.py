@@ -325,7 +325,7 @@ def seal(source: Path, target: Path, salvage: bool) -> int:
 def verify(file: Path) -> int:
     """Check that an incident file holds what was sealed."""
     from ledger import words
-    from ledger.file.seal import verify as check
+    from ledger.file.verify import verify as check
 
     checked = check(file)
     what = "sealed" if checked.sealed else "not sealed, so that only holes and columns could be checked"

@@ -24,6 +24,8 @@ import msgspec
 from ledger import events as ev
 from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, NotALedger
 from ledger.file import salvage, sqlite
+from ledger.file.explain import brief, error_name, explain
+from ledger.file.live_mark import is_live
 
 PAGE_EVENTS = 2_000
 """Events read at a time, each page in a read transaction of its own: a long one makes a live log's `-wal` grow."""
@@ -124,7 +126,7 @@ class LogFile:
     @property
     def end(self) -> End:
         """How the log ends: `closed`, `torn`, or `live`. For a sealed file: how it ended when it was sealed."""
-        live = sqlite.is_live(self._file)  # asked first: a log that is closed meanwhile must not look torn
+        live = is_live(self._file)  # asked first: a log that is closed meanwhile must not look torn
         if self._rows("SELECT kind FROM events ORDER BY seq DESC LIMIT 1") == [("log_closed",)]:
             return "closed"
         if self.sealed:
@@ -237,7 +239,7 @@ class LogFile:
             self._patiently(lambda: self._connection.backup(copy, pages=-1))
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
         except sqlite3.Error as error:
-            if sqlite.error_name(error).startswith("SQLITE_CORRUPT"):
+            if error_name(error).startswith("SQLITE_CORRUPT"):
                 raise self.problem(error) from error
             raise
         finally:
@@ -246,15 +248,15 @@ class LogFile:
     def problem(self, error: Exception) -> LedgerFileError:
         """Return what an error of SQLite means for whoever reads this file."""
         if isinstance(error, sqlite3.Error):
-            name = sqlite.error_name(error)
+            name = error_name(error)
             if name.startswith(_NOT_THE_FILE):
-                return LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.")
+                return LedgerFileError(f"{self.path}: cannot be read: {explain(error)}.")
         first = last = count = 0
         with contextlib.suppress(OSError):
             for seq, _ in salvage.events(self._file):
                 first, last, count = min(first or seq, seq), max(last, seq), count + 1
         readable = f"{count} events from {first} to {last} can still be read" if count else "no event can be read"
-        return FileCorrupt(f"{self.path}: is damaged or cut off, {readable} ({sqlite.brief(error)}). {_COPY_AGAIN}")
+        return FileCorrupt(f"{self.path}: is damaged or cut off, {readable} ({brief(error)}). {_COPY_AGAIN}")
 
     def _fetch(self, sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query, of a copy of what can be read if the file is damaged and that is tolerated."""
@@ -271,9 +273,9 @@ class LogFile:
             try:
                 return read()
             except sqlite3.OperationalError as error:
-                if not sqlite.error_name(error).startswith(("SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_PROTOCOL")):
+                if not error_name(error).startswith(("SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_PROTOCOL")):
                     raise
-            if sqlite.is_live(self._file):
+            if is_live(self._file):
                 time.sleep(PATIENCE_S)
             else:
                 self._reconnect()
@@ -338,9 +340,7 @@ class LogFile:
                 raise FileNewer(f"{self.path}: event {seq} is a '{tag}', which this kvledger does not know. {_UPGRADE}")
             return _DECODER.decode(msgspec.json.encode(fields))
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
-            raise FileCorrupt(
-                f"{self.path}: event {seq} cannot be read: {sqlite.brief(error)}. {_COPY_AGAIN}"
-            ) from error
+            raise FileCorrupt(f"{self.path}: event {seq} cannot be read: {brief(error)}. {_COPY_AGAIN}") from error
 
     def _check_order(self, after: int, rows: list[tuple[int, bytes]], events: list[ev.AnyEvent]) -> None:
         places = [seq for seq, _ in rows]
@@ -373,7 +373,7 @@ class LogFile:
         except FileNotFoundError:
             raise FileMissing(f"{path}: no such file. Look in the folder that ledger_path names.") from None
         except OSError as error:
-            raise LedgerFileError(f"{path}: cannot be read: {sqlite.explain(error)}.") from error
+            raise LedgerFileError(f"{path}: cannot be read: {explain(error)}.") from error
         if path.is_dir():
             raise NotALedger(f"{path}: is a folder. Name one of the .db files in it.")
         if not path.is_file():
@@ -391,18 +391,18 @@ class LogFile:
         file = self._file
         wal = sqlite.wal_path(file)
         try:
-            has_wal = wal.exists() and (wal.stat().st_size > 0 or sqlite.is_live(file))
+            has_wal = wal.exists() and (wal.stat().st_size > 0 or is_live(file))
             self._immutable = not has_wal
             if not has_wal:
                 return sqlite.open_to_read(file, immutable=True)
             if sqlite.shm_path(file).exists():
                 connection = sqlite.open_to_read(file, immutable=False)
-                if sqlite.is_live(file) or _can_use(connection):
+                if is_live(file) or _can_use(connection):
                     return connection
                 connection.close()
             return self._connect_to_copy(wal)
         except (sqlite3.Error, OSError) as error:
-            raise LedgerFileError(f"{self.path}: cannot be opened: {sqlite.explain(error)}.") from error
+            raise LedgerFileError(f"{self.path}: cannot be opened: {explain(error)}.") from error
 
     def _connect_to_copy(self, wal: Path) -> sqlite3.Connection:
         """Connect to a copy, for a torn log without its `-shm`: SQLite would make one beside the file."""
@@ -418,7 +418,7 @@ class LogFile:
         """A log that had no `-wal` when it was opened may have got one: its engine was just starting."""
         if self._salvaged or not self._immutable:
             return
-        if sqlite.wal_path(self._file).exists() and sqlite.is_live(self._file):
+        if sqlite.wal_path(self._file).exists() and is_live(self._file):
             self._reconnect()
 
     def _reconnect(self) -> None:
@@ -436,13 +436,13 @@ class LogFile:
             ((found,),) = self._patiently(lambda: self._connection.execute("PRAGMA application_id").fetchall())
             ours = found == sqlite.APPLICATION_ID
         except sqlite3.Error as error:
-            if sqlite.error_name(error) == "SQLITE_NOTADB":
+            if error_name(error) == "SQLITE_NOTADB":
                 raise NotALedger(
                     f"{self.path}: is not a SQLite database. Name a .db file that kvledger wrote."
                 ) from error
-            if not sqlite.error_name(error).startswith("SQLITE_CORRUPT"):
-                raise LedgerFileError(f"{self.path}: cannot be read: {sqlite.explain(error)}.") from error
-            ours = salvage.is_ours(self._file)
+            if not error_name(error).startswith("SQLITE_CORRUPT"):
+                raise LedgerFileError(f"{self.path}: cannot be read: {explain(error)}.") from error
+            ours = sqlite.is_log(self._file)
             if ours:
                 self._give_up_or_salvage(error)
         if not ours:
@@ -500,7 +500,7 @@ def _can_use(connection: sqlite3.Connection) -> bool:
     try:
         connection.execute("PRAGMA application_id").fetchone()
     except sqlite3.Error as error:
-        return sqlite.error_name(error).startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+        return error_name(error).startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
     return True
 
 

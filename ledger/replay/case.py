@@ -17,9 +17,10 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import names
 from ledger.errors import LedgerFileError, NotInLog
-from ledger.file.publish import refuse_existing, write_log
+from ledger.file.database import write_log
+from ledger.file.publish import refuse_existing
 from ledger.file.read import LogFile, open_log
-from ledger.file.seal import broken_seal
+from ledger.file.verify import broken_seal
 from ledger.queries.blast_radius import BlastRadius, blast_radius
 from ledger.queries.minimize import MAX_EVENTS, Minimal, minimize
 from ledger.queries.questions import Diff, Use, Why, blame, diff, why

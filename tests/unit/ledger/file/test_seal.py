@@ -11,7 +11,8 @@ from ledger import events as ev
 from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, LedgerNotWritable
 from ledger.file import migrate, schema, sqlite
 from ledger.file.read import open_log
-from ledger.file.seal import KEPT_PROBLEMS, seal, verify
+from ledger.file.seal import seal
+from ledger.file.verify import KEPT_PROBLEMS, verify
 from tests.unit.log_files import (
     append_requests,
     append_work,

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from ledger import events as ev
 from ledger.errors import LedgerNotWritable
 from ledger.file import schema, sqlite
+from ledger.file.database import Database
+from ledger.file.live_mark import is_live
 from ledger.file.read import open_log
-from ledger.live.writer import Database, Writer, log_path
+from ledger.live.writer import Writer, log_path
 from ledger.state.apply import Book, State
 from tests import strategies
 from tests.unit.log_files import (
@@ -126,7 +128,7 @@ def test_a_log_is_named_after_its_engine_and_stays_in_its_folder(tmp_path, engin
 
 
 def test_a_process_that_does_not_write_does_not_load_alembic():
-    modules = "ledger.live.writer, ledger.file.read, ledger.file.seal"
+    modules = "ledger.live.writer, ledger.file.read, ledger.file.seal, ledger.file.verify"
     look = f"import sys, {modules}; print({{'sqlalchemy', 'alembic'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -541,9 +543,9 @@ def test_a_reader_that_takes_its_time_does_not_make_the_wal_grow(tmp_path):
 
 def test_the_sign_of_a_live_log_goes_with_its_process(tmp_path):
     with running_engine(tmp_path / "a.db") as engine:
-        assert sqlite.is_live(tmp_path / "a.db")
+        assert is_live(tmp_path / "a.db")
         engine.kill()
-        assert not sqlite.is_live(tmp_path / "a.db")
+        assert not is_live(tmp_path / "a.db")
 
 
 def test_a_forked_child_does_not_keep_up_the_sign(tmp_path):
@@ -559,10 +561,10 @@ def test_a_forked_child_does_not_keep_up_the_sign(tmp_path):
             os._exit(0)
         try:
             os.read(child_is_up, 1)
-            assert sqlite.is_live(tmp_path / "a.db")
+            assert is_live(tmp_path / "a.db")
             assert writer._database._mark is not None
             writer._database._mark.release()
-            assert not sqlite.is_live(tmp_path / "a.db")
+            assert not is_live(tmp_path / "a.db")
         finally:
             os.write(end_of_parent, b".")
             os.waitpid(child, 0)

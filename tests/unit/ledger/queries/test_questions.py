@@ -9,9 +9,9 @@ import pytest
 from ledger import events as ev
 from ledger import words
 from ledger.cli import commands as cli
+from ledger.file.database import Database
 from ledger.file.read import open_log
 from ledger.file.seal import seal
-from ledger.live.writer import Database
 from ledger.queries.blast_radius import BlastRadius, blast_radius
 from ledger.queries.minimize import minimize
 from ledger.queries.questions import blame, diff, why
