@@ -28,14 +28,12 @@ from ledger.errors import LedgerError, LedgerNotWritable
 from ledger.file.explain import explain
 from ledger.file.read import open_log
 from ledger.file.seal import seal
+from ledger.replay.case import Progress
 
 LOOPBACK = "127.0.0.1"
 
 SHUTDOWN_S = 2
 """How long a page that is being made may take when the program ends: longer than Datasette lets a query run."""
-
-Progress = Callable[[Path, int, int], None]
-"""Told of a file, how many of its events are done, and how many it has."""
 
 
 def browse(

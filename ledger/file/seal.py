@@ -21,7 +21,7 @@ from ledger.errors import LedgerFileError
 from ledger.file.chain import chain_next, chain_start
 from ledger.file.explain import error_name
 from ledger.file.publish import unfinished
-from ledger.file.read import End, LogFile, open_log
+from ledger.file.read import Ending, LogFile, open_log
 from ledger.file.rebuild import rebuild
 from ledger.file.summary import TABLES, Row, Summary
 
@@ -39,7 +39,7 @@ class SealReport(msgspec.Struct, frozen=True):
     source: Path
     target: Path
     events: int
-    end: End
+    end: Ending
     chain_head: str
     size_bytes: int
     lost: int = 0
@@ -94,7 +94,7 @@ def _seal(log: LogFile, path: Path, target: Path, progress: Callable[[int], None
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("BEGIN IMMEDIATE")
         (last_seq,) = connection.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
-        end: End = log.end if log.last_seq == last_seq else "live"
+        end: Ending = log.end if log.last_seq == last_seq else "live"
         head = chain_start(log.meta)
         _insert_links(connection, [(0, head)])
         events = 0

@@ -59,7 +59,7 @@ def why(request: str, events: Sequence[ev.AnyEvent], result: Result) -> Why | No
 
     Args:
         request: its id.
-        events: the events that concern it, as `ledger.replay.case.Watch` collects them.
+        events: the events that concern it, as `ledger.replay.select.Watch` collects them.
         result: the fold of its log.
     """
     if not events:
@@ -152,7 +152,7 @@ def blame(events: Iterable[ev.AnyEvent], block: tuple[int, int]) -> list[Use]:
     The log names owners only while open work names the block: what a request did with it otherwise is not recorded.
 
     Args:
-        events: the events that concern the block, as `ledger.replay.case.Watch` collects them.
+        events: the events that concern the block, as `ledger.replay.select.Watch` collects them.
         block: its group and number.
     """
     uses: list[Use] = []

@@ -21,7 +21,7 @@ from ledger import __version__
 from ledger.cli import commands as cli
 from ledger.demo import incidents
 from ledger.file.database import Database
-from ledger.replay.case import Moment
+from ledger.replay.select import Moment
 from ledger.report.layout import WIDTH
 from ledger.verdicts.base import PUBLIC_FIELDS
 from tests.incidents.script import Script, save

@@ -15,8 +15,9 @@ from ledger.file.seal import seal
 from ledger.queries.blast_radius import BlastRadius, blast_radius
 from ledger.queries.minimize import minimize
 from ledger.queries.questions import blame, diff, why
-from ledger.replay.case import Interest, Watch, replay_files
+from ledger.replay.case import replay_files
 from ledger.replay.fold import replay
+from ledger.replay.select import Interest, Watch
 from ledger.state.apply import State
 from tests.incidents.corpus import INCIDENTS, keys
 from tests.incidents.script import Script, save
