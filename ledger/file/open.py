@@ -1,7 +1,7 @@
 """Opens the database of a log in the way that is safe for what lies beside it. Nothing is changed, or left behind.
 
 A log may be live, closed, torn, sealed, copied without its `-wal`, cut or damaged. Whatever is wrong with a file is one
-of `ledger.errors`, in one line that says what to do. With `tolerate`, a copy of what can be read of a damaged file takes
+of `ledger.errors`, in one line that says what to do. With `tolerate`, a copy of what is left of a damaged file takes
 its place. This file knows SQLite and the tables `meta` and `alembic_version`, and nothing of events.
 """
 

@@ -23,7 +23,7 @@ from ledger.file.explain import error_name
 from ledger.file.publish import unfinished
 from ledger.file.read import Ending, LogFile, open_log
 from ledger.file.rebuild import rebuild
-from ledger.file.summary import TABLES, Row, Summary
+from ledger.file.summary import TABLES, Summary, SummaryRow
 
 
 class SealReport(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ def _insert_links(connection: sqlite3.Connection, links: list[tuple[int, bytes]]
 
 def insert_rows(connection: sqlite3.Connection, summary: Summary) -> None:
     """Move the rows that a summary has ready into its tables."""
-    by_kind: dict[type[Row], list[Row]] = {}
+    by_kind: dict[type[SummaryRow], list[SummaryRow]] = {}
     for row in summary.rows:
         by_kind.setdefault(type(row), []).append(row)
     summary.rows.clear()
@@ -143,7 +143,7 @@ def insert_rows(connection: sqlite3.Connection, summary: Summary) -> None:
         connection.executemany(_INSERTS[kind], map(msgspec.structs.astuple, rows))
 
 
-def _insert_into(kind: type[Row]) -> str:
+def _insert_into(kind: type[SummaryRow]) -> str:
     columns = kind.__struct_fields__
     names = ", ".join(f'"{name}"' for name in columns)
     values = ", ".join("?" * len(columns))

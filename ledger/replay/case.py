@@ -6,7 +6,7 @@ This file knows the reader and the fold; it prints nothing.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -67,7 +67,7 @@ Progress: TypeAlias = Callable[[Path, int, int], None]
 
 
 def replay_files(
-    paths: Sequence[Path],
+    paths: Sequence[Path | str],
     *,
     moment: Moment | None = None,
     interest: Interest | None = None,
@@ -84,6 +84,7 @@ def replay_files(
         LedgerFileError: a file cannot be read.
         NotInLog: no log names what is of interest.
     """
+    paths = [Path(path) for path in paths]
     wanted = interest or Interest()
     watches = [Watch(wanted) for _ in paths] if wanted else []
     logs = [
@@ -205,7 +206,7 @@ def _watcher(path: Path, total: int, watch: Watch | None, progress: Progress | N
     return look
 
 
-def state_at(path: Path, moment: Moment | None = None) -> tuple[State, ev.AnyEvent | None]:
+def state_at(path: Path | str, moment: Moment | None = None) -> tuple[State, ev.AnyEvent | None]:
     """Return the book of a log as it was at a moment, and the last event before it.
 
     Raises:
