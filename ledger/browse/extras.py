@@ -23,7 +23,7 @@ from ledger.replay.incidents import grouped
 from ledger.verdicts import all_verdicts
 from ledger.verdicts.base import Finding
 
-Row: TypeAlias = dict[str, Any]
+TableRow: TypeAlias = dict[str, Any]
 """A row by the names of its columns. A column that is not named is empty."""
 
 
@@ -81,7 +81,7 @@ _SINCE = (
 )
 
 
-def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[Row]) -> None:
+def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[TableRow]) -> None:
     for row in rows:
         names = ", ".join(row)
         values = ", ".join("?" * len(row))
@@ -145,7 +145,7 @@ def _runs(blocks: Blocks) -> set[Run]:
 # --- what went wrong --------------------------------------------------------------------------------------------------
 
 
-def finding_rows(findings: list[Finding]) -> Iterator[Row]:
+def finding_rows(findings: list[Finding]) -> Iterator[TableRow]:
     """Yield a row for each finding, incident by incident, each with its cause first."""
     places = itertools.count(1)
     for number, incident in enumerate(grouped([(0, finding) for finding in findings]), 1):
@@ -154,7 +154,7 @@ def finding_rows(findings: list[Finding]) -> Iterator[Row]:
                 yield {**_finding_row(next(places), findings[member]), "incident": number, "part": part}
 
 
-def _finding_row(place: int, finding: Finding) -> Row:
+def _finding_row(place: int, finding: Finding) -> TableRow:
     """Return a finding as a row; lists are JSON arrays."""
     public = finding.public()
     return {
@@ -175,13 +175,13 @@ def _list(items: tuple[Any, ...]) -> str | None:
 # --- what is open -----------------------------------------------------------------------------------------------------
 
 
-def open_rows(result: Result) -> Iterator[Row]:
+def open_rows(result: Result) -> Iterator[TableRow]:
     """Yield a row for all that is open in the book at the end, in the book's order: jobs, loads, P/D, requests."""
     for place, row in enumerate(_open(result), 1):
         yield {"place": place, **row}
 
 
-def _open(result: Result) -> Iterator[Row]:
+def _open(result: Result) -> Iterator[TableRow]:
     book = result.state.book
     for number, job in book.jobs.items():
         yield {

@@ -32,19 +32,16 @@ from markupsafe import Markup
 from ledger.browse import pages
 from ledger.browse.cells import Links, cell
 from ledger.browse.queries import QUERIES, Query
-from ledger.file import sqlite
+from ledger.file.explain import explain
+from ledger.file.sqlite import is_log
 
 logger = logging.getLogger("kvledger")
 
 STYLE_PATH = "/-/kvledger.css"
 SCRIPT_PATH = "/-/kvledger.js"
 
-_HEADER_BYTES = 72
-_APPLICATION_ID_AT = 68
-"""Where a SQLite file has its application id: four bytes, the highest first (sqlite.org/fileformat.html)."""
 
-
-class Log(msgspec.Struct, frozen=True):
+class BrowsedLog(msgspec.Struct, frozen=True):
     """A database of this Datasette that is a kvledger log."""
 
     tables: frozenset[str]
@@ -56,22 +53,11 @@ class Log(msgspec.Struct, frozen=True):
         return Links(datasette.urls, database, self.tables, frozenset(query.name for query in self.queries))
 
 
-_logs: weakref.WeakKeyDictionary[Any, dict[str, Log]] = weakref.WeakKeyDictionary()
+_logs: weakref.WeakKeyDictionary[Any, dict[str, BrowsedLog]] = weakref.WeakKeyDictionary()
 """By Datasette, and by the name of the database."""
 
 
-def is_log(path: Path) -> bool:
-    """Return whether a file says in its header that kvledger wrote it. Nothing is opened but the file."""
-    try:
-        with path.open("rb") as file:
-            header = file.read(_HEADER_BYTES)
-    except OSError:
-        return False
-    mark = int.from_bytes(header[_APPLICATION_ID_AT:], "big")
-    return header.startswith(b"SQLite format 3\0") and mark == sqlite.APPLICATION_ID
-
-
-def _log(datasette: Any, database: str | None) -> Log | None:
+def _log(datasette: Any, database: str | None) -> BrowsedLog | None:
     return _logs.get(datasette, {}).get(database or "")
 
 
@@ -91,7 +77,7 @@ def startup(datasette: Any) -> Callable[[], Awaitable[None]]:
                 log = await _read(datasette, name)
             except (sqlite3.Error, msgspec.DecodeError) as error:
                 # It may be damaged, or of a newer kvledger. The other databases are to be served all the same.
-                logger.warning("kvledger: %s is shown without titles and links: %s.", name, sqlite.explain(error))
+                logger.warning("kvledger: %s is shown without titles and links: %s.", name, explain(error))
                 continue
             _logs.setdefault(datasette, {})[name] = log
             if hasattr(datasette, "add_query"):
@@ -100,9 +86,9 @@ def startup(datasette: Any) -> Callable[[], Awaitable[None]]:
     return look
 
 
-async def _read(datasette: Any, name: str) -> Log:
+async def _read(datasette: Any, name: str) -> BrowsedLog:
     tables, facts = await datasette.get_database(name).execute_fn(_facts)
-    log = Log(tables, tuple(query for query in QUERIES if query.needs <= tables), {})
+    log = BrowsedLog(tables, tuple(query for query in QUERIES if query.needs <= tables), {})
     return msgspec.structs.replace(log, metadata=_metadata(log, facts, log.links(datasette, name)))
 
 
@@ -133,7 +119,7 @@ def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]
     )
 
 
-def _metadata(log: Log, facts: pages.Facts, links: Links) -> dict[str, Any]:
+def _metadata(log: BrowsedLog, facts: pages.Facts, links: Links) -> dict[str, Any]:
     """Return what Datasette calls the metadata of a database."""
     from ledger.browse.tables import meanings  # noqa: PLC0415 - SQLAlchemy takes 0.3 s, and is needed for logs alone
 
@@ -152,7 +138,7 @@ def _metadata(log: Log, facts: pages.Facts, links: Links) -> dict[str, Any]:
     }
 
 
-async def _tell(datasette: Any, name: str, log: Log) -> None:
+async def _tell(datasette: Any, name: str, log: BrowsedLog) -> None:
     """Tell a Datasette that does not ask. What its own configuration says already, stands."""
     for query in log.queries:
         await datasette.add_query(

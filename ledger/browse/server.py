@@ -25,17 +25,15 @@ from datasette.plugins import pm
 
 from ledger.browse import extras, pages, plugin
 from ledger.errors import LedgerError, LedgerNotWritable
-from ledger.file import sqlite
+from ledger.file.explain import explain
 from ledger.file.read import open_log
 from ledger.file.seal import seal
+from ledger.replay.case import Progress
 
 LOOPBACK = "127.0.0.1"
 
 SHUTDOWN_S = 2
 """How long a page that is being made may take when the program ends: longer than Datasette lets a query run."""
-
-Progress = Callable[[Path, int, int], None]
-"""Told of a file, how many of its events are done, and how many it has."""
 
 
 def browse(
@@ -94,7 +92,7 @@ def make_copy(path: Path, folder: Path, progress: Progress | None = None) -> Pat
                 seal(path, copy, tell)
             extras.add(copy, lambda events: tell(total + events))
         except (OSError, sqlite3.Error, LedgerNotWritable) as error:
-            reason = sqlite.explain(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            reason = explain(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise LedgerNotWritable(
                 f"no copy of {path} can be made in {folder.parent}: {reason}. TMPDIR names another folder."
             ) from error

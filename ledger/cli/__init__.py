@@ -1,5 +1,6 @@
 """The command line.
 
 commands   parses, calls the library, prints
+types      what an argument names: a moment, a block, a job
 terminal   streams, widths, progress, and what is said of an error
 """

@@ -36,56 +36,16 @@ from ledger.cli.terminal import (
     width,
     write,
 )
+from ledger.cli.types import BlockType, JobType, MomentType
 from ledger.errors import LedgerFileError
 from ledger.queries.blast_radius import BlastRadius
-from ledger.replay.case import Interest, Moment, Progress
+from ledger.replay.case import Progress
+from ledger.replay.select import Interest, Moment
 
 FOLLOW_INTERVAL_S = 0.2
 """Time between two looks at a live log: a person does not see it, and the engine's disk does not feel it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class MomentType(click.ParamType[Moment]):
-    """A place in the log or a time."""
-
-    name = "SEQ|TIME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
-        """Return the moment that `value` names."""
-        if isinstance(value, Moment):
-            return value
-        try:
-            return Moment(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class BlockType(click.ParamType[tuple[int, int]]):
-    """A block, as its group and number."""
-
-    name = "G:B"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Return the `(group, block)` that `value` names; a number alone is a block of group 0."""
-        group, colon, block = str(value).rpartition(":")
-        try:
-            return int(group) if colon else 0, int(block)
-        except ValueError:
-            self.fail(f"'{value}' is no block: write its group and number, e.g. 0:17", param, ctx)
-
-
-class JobType(click.ParamType[tuple[str, int]]):
-    """A store job, with its file where several have a job of that number."""
-
-    name = "[FILE:]JOB"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        """Return the file and the job that `value` names; the file is empty if it names a job alone."""
-        file, _, job = str(value).rpartition(":")
-        if not job.isdecimal() or len(job) > 18:
-            self.fail(f"'{value}' is no store job: write its number, or with its file as FILE:NUMBER", param, ctx)
-        return file, int(job)
 
 
 _DATE = "a date alone is the start of that day"
@@ -175,7 +135,7 @@ def state(file: Path, moment: Moment | None, as_json: bool) -> int:
 @click.option("--until", "moment", type=MomentType(), help=f"Look as far as that event or UTC time; {_DATE}.")
 def why(file: Path, request: str, moment: Moment | None) -> int:
     """Say what led to the end of REQUEST, or to where it stands."""
-    from ledger.replay.case import ask_why
+    from ledger.queries.ask import ask_why
     from ledger.report import answers
 
     with progress_bar() as progress:
@@ -189,7 +149,7 @@ def why(file: Path, request: str, moment: Moment | None) -> int:
 @click.argument("block", type=BlockType())
 def blame(file: Path, block: tuple[int, int]) -> int:
     """Say who owned, pinned, read and wrote BLOCK, written as group and number: 0:17."""
-    from ledger.replay.case import ask_blame
+    from ledger.queries.ask import ask_blame
     from ledger.report import answers
 
     with progress_bar() as progress:
@@ -207,7 +167,7 @@ def diff(file: Path, earlier: Moment, later: Moment) -> int:
 
     A date alone is the start of that day.
     """
-    from ledger.replay.case import ask_diff
+    from ledger.queries.ask import ask_diff
     from ledger.report import answers
 
     changes, first_seq, last_seq = ask_diff(file, earlier, later)
@@ -235,7 +195,7 @@ def blast_radius(files: tuple[Path, ...], jobs: tuple[tuple[str, int], ...], as_
     list of keys `--keys` finds those to remove.
     """
     from ledger import words
-    from ledger.replay.case import ask_blast_radius
+    from ledger.queries.ask import ask_blast_radius
     from ledger.report import answers
     from ledger.report import data as report_data
 
@@ -269,7 +229,8 @@ def blast_radius(files: tuple[Path, ...], jobs: tuple[tuple[str, int], ...], as_
 def minimize(file: Path, kind: str, output: Path) -> int:
     """Write the smallest log that still has a finding, for a bug report."""
     from ledger import words
-    from ledger.replay.case import minimize_file, replay_files
+    from ledger.queries.ask import minimize_file
+    from ledger.replay.case import replay_files
 
     with progress_bar() as progress:
         tell = None if progress is None else partial(_tell_trials, progress, file)
@@ -326,7 +287,7 @@ def seal(source: Path, target: Path, salvage: bool) -> int:
 def verify(file: Path) -> int:
     """Check that an incident file holds what was sealed."""
     from ledger import words
-    from ledger.file.seal import verify as check
+    from ledger.file.verify import verify as check
 
     checked = check(file)
     what = "sealed" if checked.sealed else "not sealed, so that only holes and columns could be checked"
@@ -347,7 +308,7 @@ def verify(file: Path) -> int:
 def export(file: Path, output: Path | None) -> int:
     """Print every event as one line of JSON, as it is stored."""
     from ledger.file.publish import write_pages
-    from ledger.replay.case import lines_of
+    from ledger.file.read import lines_of
 
     if output is None:
         for lines in lines_of(file):
@@ -487,7 +448,7 @@ def run(arguments: list[str]) -> int:
 
 def _lost(*files: Path) -> list[str]:
     """Return lines that say what the logs have lost, for answers that know nothing of it."""
-    from ledger.replay.case import gaps_of
+    from ledger.file.read import gaps_of
     from ledger.report import answers
 
     return [line for file in files for line in answers.lost_lines(file.name, gaps_of(file), width())]

@@ -1,21 +1,20 @@
-"""New files that a reader is asked for: whole, or not there at all.
+"""Gives a new file its name: whole, or not at all, and never in place of a file that exists.
 
-They are written under another name beside the target and get theirs when they are complete, and never take the name of
-a file that exists. This file knows the writer's database and files, nothing of what they hold.
+A file is written under another name beside the target and gets the target's name once it is complete. Whatever
+kvledger makes for a reader goes through here: sealed files, traces, exports, minimized logs. This file knows paths and
+nothing of what the files hold.
 """
 
+import contextlib
+import errno
 import os
 import sqlite3
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
-import msgspec
-
-from ledger import events as ev
 from ledger.errors import LedgerNotWritable
-from ledger.file import sqlite
-from ledger.live.writer import Database
+from ledger.file.explain import explain
+from ledger.file.sqlite import journal_path, shm_path, wal_path
 
 
 def write_pages(target: Path, pages: Iterable[bytes]) -> None:
@@ -24,51 +23,41 @@ def write_pages(target: Path, pages: Iterable[bytes]) -> None:
     Raises:
         LedgerNotWritable: the target exists, or cannot be written. Nothing is left behind.
     """
-    with _unfinished(target) as path, path.open("xb") as file:
+    with unfinished(target) as path, path.open("xb") as file:
         file.writelines(pages)
 
 
-def write_log(target: Path, meta: Mapping[str, str], events: Sequence[ev.AnyEvent]) -> None:
-    """Write events to a new log.
+@contextlib.contextmanager
+def unfinished(target: Path) -> Generator[Path]:
+    """Give a name to write to. At the end the file gets the name `target`; after an error nothing is left behind.
 
     Raises:
-        LedgerNotWritable: the target exists, or cannot be written. Nothing is left behind.
+        LedgerNotWritable: the target exists, or cannot be written.
     """
-    with _unfinished(target) as path:
-        database = Database(path)
-        try:
-            database.create(meta)
-        except LedgerNotWritable as error:  # its advice is for an engine
-            raise error.__cause__ or error from None
-        try:
-            database.append(msgspec.json.encode(events))
-        finally:
-            database.close()
-
-
-@contextmanager
-def _unfinished(target: Path) -> Generator[Path]:
-    """Give a name to write to; in the end the file gets the name `target`, or is removed."""
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    written = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
-        refuse_existing(target)  # asked first, and not only after all the work
-        yield unfinished
-        sqlite.publish(unfinished, target)
+        refuse_existing(target)  # before all the work, and not only after it
+        yield written
+        publish(written, target)
     except FileExistsError:
         raise taken(target) from None
     except (OSError, sqlite3.Error) as error:
         raise LedgerNotWritable(
-            f"{target} cannot be written in the folder {target.absolute().parent}: {sqlite.explain(error)}. Or name a "
+            f"{target} cannot be written in the folder {target.absolute().parent}: {explain(error)}. Or name a "
             "file in another folder."
         ) from error
     finally:
-        for path in (unfinished, sqlite.wal_path(unfinished), sqlite.shm_path(unfinished)):
-            with suppress(OSError):  # a folder that takes no file has none to remove
+        for path in (written, wal_path(written), shm_path(written), journal_path(written)):
+            with contextlib.suppress(OSError):  # a folder that takes no file has none to remove
                 path.unlink(missing_ok=True)
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise `LedgerNotWritable` if there is a file of that name; a folder that may not be looked into is no answer."""
+    """Refuse a name that is taken. In a folder that may not be looked into, nothing is known yet, and nothing raised.
+
+    Raises:
+        LedgerNotWritable: there is a file of that name.
+    """
     try:
         exists = target.exists()
     except PermissionError:
@@ -78,5 +67,36 @@ def refuse_existing(target: Path) -> None:
 
 
 def taken(target: Path) -> LedgerNotWritable:
-    """Return the error for a name that has a file already."""
+    """Return the error for a name that is taken."""
     return LedgerNotWritable(f"{target} exists, and evidence is never overwritten. Choose another name.")
+
+
+def publish(unfinished: Path, target: Path) -> None:
+    """Give a finished file its name: at once, and only if the name is free.
+
+    Raises:
+        FileExistsError: there is a file of that name. Nothing was changed.
+        OSError: the folder does not take it.
+    """
+    _sync(unfinished)
+    try:
+        os.link(unfinished, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links. Between the question and the answer another program may take the name.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        unfinished.rename(target)
+    else:
+        unfinished.unlink()
+    with contextlib.suppress(OSError):  # some file systems do not sync folders
+        _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -29,13 +29,6 @@ _WAL_HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
 
 
-def is_ours(path: Path) -> bool:
-    """Return whether a file begins as a file of ours does, however it goes on."""
-    with path.open("rb") as file:
-        header = file.read(HEADER_BYTES)
-    return header[:16] == b"SQLite format 3\0" and header[68:72] == sqlite.APPLICATION_ID.to_bytes(4, "big")
-
-
 def events(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield place and line of every event that the file and its `-wal` hold, in no order. Some may come twice."""
     with _Pages(path) as pages:

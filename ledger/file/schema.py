@@ -84,7 +84,7 @@ seal = Table(
     _text("sealed_at", "When, ISO 8601 in UTC.", null=False),
     _text("kvledger", "The version that sealed the file.", null=False),
     _integer("events", "How many events.", null=False),
-    _text("chain_head", "SHA-256 over all events in order, hex. See `ledger.file.seal`.", null=False),
+    _text("chain_head", "SHA-256 over all events in order, hex. See `ledger.file.chain`.", null=False),
     _text("source", "Name of the file that was sealed.", null=False),
     _text(
         "end",

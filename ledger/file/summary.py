@@ -91,9 +91,14 @@ class TransferRow(msgspec.Struct):
     exception: str | None = None
 
 
-Row: TypeAlias = RequestRow | JobRow | LoadRow | TransferRow
+SummaryRow: TypeAlias = RequestRow | JobRow | LoadRow | TransferRow
 
-TABLES: dict[type[Row], str] = {RequestRow: "requests", JobRow: "jobs", LoadRow: "loads", TransferRow: "transfers"}
+TABLES: dict[type[SummaryRow], str] = {
+    RequestRow: "requests",
+    JobRow: "jobs",
+    LoadRow: "loads",
+    TransferRow: "transfers",
+}
 """Which table a row belongs to."""
 
 
@@ -105,7 +110,7 @@ class Summary:
     """
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[SummaryRow] = []
         self._requests: dict[str, RequestRow] = {}
         self._jobs: dict[int, JobRow] = {}
         self._loads: dict[int, LoadRow] = {}

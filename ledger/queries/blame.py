@@ -34,7 +34,7 @@ def blame(events: Iterable[ev.AnyEvent], block: tuple[int, int]) -> list[Use]:
     The log names owners only while open work names the block: what a request did with it otherwise is not recorded.
 
     Args:
-        events: the events that concern the block, as `ledger.replay.case.Watch` collects them.
+        events: the events that concern the block, as `ledger.replay.select.Watch` collects them.
         block: its group and number.
     """
     uses: list[Use] = []

@@ -39,7 +39,7 @@ def why(request: str, events: Sequence[ev.AnyEvent], result: Result) -> Why | No
 
     Args:
         request: its id.
-        events: the events that concern it, as `ledger.replay.case.Watch` collects them.
+        events: the events that concern it, as `ledger.replay.select.Watch` collects them.
         result: the fold of its log.
     """
     if not events:

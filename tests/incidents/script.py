@@ -22,7 +22,7 @@ import msgspec
 from ledger import events as ev
 from ledger.blocks import Blocks, by_group, count, from_ranges, to_ranges
 from ledger.errors import Refused
-from ledger.live.writer import Database
+from ledger.file.database import Database
 from ledger.state.apply import State
 
 START_TS_NS = 1_780_000_000_000_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ledger.demo import incidents
-from ledger.file.seal import verify
+from ledger.file.verify import verify
 from ledger.replay.case import Case, replay_files
 
 

@@ -1,15 +1,47 @@
-"""The import law, read off the source: an incident opens on a laptop, so `ledger/` stays free of the serving stack.
+"""The import law, read off the source, so that imports are seen that no run reaches.
 
-tests/package shows the same on an installed wheel. This one is quick, and sees imports that no run reaches.
+An incident opens on a laptop, so `ledger/` stays free of the serving stack; tests/package shows the same on an
+installed wheel. Inside `ledger/`, a room imports only from its own floor and the floors below, and neither files nor
+rooms import in a circle.
 """
 
 import ast
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVING_STACK = {"vllm", "torch", "mooncake", "zmq", "connector"}
+
+FLOORS = (
+    ("blocks", "codes", "demo"),
+    ("errors",),
+    ("settings",),
+    ("words", "events"),
+    ("state",),
+    ("live", "file"),
+    ("verdicts",),
+    ("replay",),
+    ("queries",),
+    ("report",),
+    ("trace", "browse"),
+    ("cli",),
+    ("__main__",),
+)
+"""The rooms of `ledger/`, the ground floor first."""
+
+ALLOWED_BACK = {
+    (
+        "ledger.state.pd",
+        "ledger.state.apply",
+    ): "for types alone: the P/D half of the rules changes the state that it is given",
+}
+"""Imports that close a circle, each with its reason."""
+
+FRONT_DOOR = "ledger"
+"""`ledger/__init__.py` names files of every floor, and loads one only when a program asks for a name of it."""
 
 
 def imported_packages(source: str) -> set[str]:
@@ -46,3 +78,84 @@ def test_no_file_imports_the_serving_stack(folder):
 )
 def test_the_check_sees_every_form_of_import(line):
     assert imported_packages(line) & SERVING_STACK
+
+
+# --- the floors of ledger/ --------------------------------------------------------------------------------------------
+
+
+def imports_of_ledger() -> dict[str, set[str]]:
+    """Of each file of `ledger/`, as a module: the modules of `ledger/` that it imports, anywhere in it."""
+    files = sorted((ROOT / "ledger").rglob("*.py"))
+    modules = {module_name(file.relative_to(ROOT)): file for file in files}
+    return {
+        module: imported_modules(file.read_text(), modules) for module, file in modules.items() if module != FRONT_DOOR
+    }
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(source: str, modules: Iterable[str]) -> set[str]:
+    """Those of `modules` that a source file imports; the front door, from which all take the version, is left out."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= submodules & set(modules) or {node.module}
+    return names & set(modules) - {FRONT_DOOR}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """The members of a circle in a graph; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_room_has_its_floor_and_every_floor_its_rooms():
+    rooms = {module.split(".")[1] for module in imports_of_ledger()}
+    assert sorted(rooms) == sorted(room for floor in FLOORS for room in floor)
+
+
+def test_no_room_imports_a_room_above_it():
+    floor_of = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    guilty = [
+        f"{module} imports {other}"
+        for module, others in imports_of_ledger().items()
+        for other in sorted(others)
+        if floor_of[room(other)] > floor_of[room(module)]
+    ]
+    assert guilty == []
+
+
+def test_no_files_import_in_a_circle():
+    graph = imports_of_ledger()
+    for module, other in ALLOWED_BACK:
+        assert other in graph[module], f"{module} no longer imports {other}: take the exception away"
+        graph[module].remove(other)
+    assert circle(graph) == []
+
+
+def test_no_rooms_import_in_a_circle():
+    graph: dict[str, set[str]] = {}
+    for module, others in imports_of_ledger().items():
+        graph.setdefault(room(module), set()).update(room(other) for other in others if room(other) != room(module))
+    assert circle(graph) == []
+
+
+def test_the_check_finds_a_circle_and_a_late_import():
+    assert set(circle({"a": ["b"], "b": ["c"], "c": ["a"]})) == {"a", "b", "c"}
+    assert circle({"a": ["b"], "b": []}) == []
+    modules = ["ledger", "ledger.file", "ledger.file.read", "ledger.errors"]
+    assert imported_modules("def late():\n    from ledger.file import read", modules) == {"ledger.file.read"}
+    assert imported_modules("from ledger.file.read import open_log", modules) == {"ledger.file.read"}
+    assert imported_modules("from ledger import __version__, errors", modules) == {"ledger.errors"}

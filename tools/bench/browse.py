@@ -27,7 +27,7 @@ import msgspec
 from ledger import events as ev
 from ledger.browse import server
 from ledger.browse.queries import QUERIES
-from ledger.live.writer import Database
+from ledger.file.database import Database
 
 BATCH_EVENTS = 20_000
 START_TS_NS = 1_780_000_000_000_000_000

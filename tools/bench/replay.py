@@ -132,7 +132,7 @@ def measure_fold(events: int, verdicts: bool) -> dict[str, object]:
 def measure_file(events: int) -> dict[str, object]:
     import msgspec
 
-    from ledger.live.writer import Database
+    from ledger.file.database import Database
     from ledger.replay.case import replay_files
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,8 @@ import pytest
 from ledger.browse import server
 from ledger.cli import commands as cli
 from ledger.errors import LedgerNotWritable
-from ledger.file.seal import seal, verify
+from ledger.file.seal import seal
+from ledger.file.verify import verify
 from tests.browsed import eventful, eventful_log
 from tests.unit.log_files import append_requests, small_disk, torn_log, writing
 

@@ -20,8 +20,8 @@ import pytest
 from ledger import __version__
 from ledger.cli import commands as cli
 from ledger.demo import incidents
-from ledger.live.writer import Database
-from ledger.replay.case import Moment
+from ledger.file.database import Database
+from ledger.replay.select import Moment
 from ledger.report.layout import WIDTH
 from ledger.verdicts.base import PUBLIC_FIELDS
 from tests.incidents.script import Script, save
@@ -535,7 +535,7 @@ def test_a_disk_that_fills_up_leaves_no_cut_file_and_is_told_with_the_folder(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     # A fake at the last step, when all is written: a small disk of its own takes the rights of root.
-    monkeypatch.setattr("ledger.file.sqlite.publish", full)
+    monkeypatch.setattr("ledger.file.publish.publish", full)
     folder = tmp_path / "full"
     folder.mkdir()
     assert cli.run([*arguments, bad, "-o", str(folder / "new")]) == 2

@@ -13,8 +13,8 @@ from ledger import events as ev
 from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, NotALedger
 from ledger.file import read as reader
 from ledger.file import schema, sqlite
+from ledger.file.database import Database
 from ledger.file.read import open_log
-from ledger.live.writer import Database
 from tests.unit.log_files import (
     append_requests,
     append_transfers,

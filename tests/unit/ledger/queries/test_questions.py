@@ -9,16 +9,17 @@ import pytest
 from ledger import events as ev
 from ledger import words
 from ledger.cli import commands as cli
+from ledger.file.database import Database
 from ledger.file.read import open_log
 from ledger.file.seal import seal
-from ledger.live.writer import Database
 from ledger.queries.blame import blame
 from ledger.queries.blast_radius import BlastRadius, blast_radius
 from ledger.queries.diff import diff
 from ledger.queries.minimize import minimize
 from ledger.queries.why import why
-from ledger.replay.case import Interest, Watch, replay_files
+from ledger.replay.case import replay_files
 from ledger.replay.fold import replay
+from ledger.replay.select import Interest, Watch
 from ledger.state.apply import State
 from tests.incidents.corpus import INCIDENTS, keys
 from tests.incidents.script import Script, save

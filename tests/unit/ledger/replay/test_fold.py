@@ -7,8 +7,9 @@ import pytest
 
 from ledger import events as ev
 from ledger.errors import Refused
-from ledger.replay.case import Interest, Moment, Watch, state_at
+from ledger.replay.case import state_at
 from ledger.replay.fold import CHUNK_EVENTS, Replay, replay, until
+from ledger.replay.select import Interest, Moment, Watch
 from ledger.state.apply import State
 from ledger.verdicts import all_verdicts
 from ledger.verdicts.base import Verdict

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from ledger import events as ev
 from ledger.queries.blame import blame
 from ledger.queries.why import why
-from ledger.replay.case import Case, Interest, LogResult, Watch
+from ledger.replay.case import Case, LogResult
 from ledger.replay.fold import Replay
 from ledger.replay.join import join
+from ledger.replay.select import Interest, Watch
 from ledger.report import data as report_data
 from ledger.report import page as report
 from tests.incidents.corpus import INCIDENTS

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ledger.codes import CODES
-from ledger.replay.case import Case, Moment, replay_files
+from ledger.replay.case import Case, replay_files
 from ledger.replay.incidents import gravest
+from ledger.replay.select import Moment
 from ledger.replay.stats import Durations
 from ledger.report import data as report_data
 from ledger.report import page as report

@@ -478,7 +478,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     # A fake at the last step, when all is written: a small disk of its own takes the rights of root, as below.
-    monkeypatch.setattr("ledger.file.sqlite.publish", full)
+    monkeypatch.setattr("ledger.file.publish.publish", full)
     folder = tmp_path / "full"
     folder.mkdir()
     assert cli.run(["trace", log, "-o", str(folder / "new")]) == 2
