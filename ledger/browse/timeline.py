@@ -13,7 +13,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger.verdicts.base import Verdict
-from ledger.verdicts.history import Trail
+from ledger.verdicts.history import History
 
 MOST_INTERVALS = 400
 """Rows of the table: a page of Datasette, and more than a screen is wide in pixels for each of them to matter."""
@@ -66,8 +66,8 @@ class Timeline(Verdict):
         intervals: those with at least one such event, in the order of time.
     """
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self.intervals: list[Interval] = []
         self._width_ns = FIRST_WIDTH_NS
         self._start_ts_ns = 0

@@ -4,7 +4,7 @@
 the book refuses does not stop it: the state stays as it is, and the refusal is evidence. At each checkpoint the digest
 of the fold is compared with the one that the engine recorded; the first difference is kept.
 
-This file knows events, state, trail, story, verdicts and the order of their findings. It reads no file and prints
+This file knows events, state, history, stats, verdicts and the order of their findings. It reads no file and prints
 nothing.
 """
 
@@ -18,12 +18,12 @@ import msgspec
 from ledger import events as ev
 from ledger.errors import Refused
 from ledger.replay.incidents import earliest_cause_first
-from ledger.replay.stats import Story, StoryTeller
+from ledger.replay.stats import RunStats, StatsCollector
 from ledger.state.apply import State
 from ledger.state.records import Book
 from ledger.verdicts import all_verdicts
 from ledger.verdicts.base import Finding, Verdict
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 
 CHUNK_EVENTS = 2048
 """Events folded between two looks at progress and at the end: large enough that the looks cost nothing."""
@@ -82,8 +82,8 @@ class Result(msgspec.Struct):
     """
 
     state: State
-    trail: Trail
-    story: Story
+    history: History
+    stats: RunStats
     opened: ev.LogOpened | None = None
     first: ev.AnyEvent | None = None
     last: ev.AnyEvent | None = None
@@ -111,11 +111,11 @@ class Replay:
         watch: Callable[[list[ev.AnyEvent]], None] | None = None,
     ) -> None:
         self.state = State()
-        self.trail = Trail(self.state)
-        self.verdicts = [verdict(self.trail) for verdict in (all_verdicts() if verdicts is None else verdicts)]
-        self._teller = StoryTeller(self.trail)
+        self.history = History(self.state)
+        self.verdicts = [verdict(self.history) for verdict in (all_verdicts() if verdicts is None else verdicts)]
+        self._collector = StatsCollector(self.history)
         self._watch = watch
-        self._result = Result(self.state, self.trail, self._teller.story)
+        self._result = Result(self.state, self.history, self._collector.stats)
         self._counts: Counter[type[ev.Event]] = Counter()
         self._agreed_until_seq = 0
         self._last_of_scheduler: ev.AnyEvent | None = None
@@ -142,12 +142,12 @@ class Replay:
             ending: how a log without `log_closed` ended: `torn`, `live` or `as_of`; see `End`.
         """
         result = self._result
-        result.opened = self.trail.opened
-        self._teller.finish(self._counts)
+        result.opened = self.history.opened
+        self._collector.finish(self._counts)
         last = result.last
         if last is None:
             return result
-        closed = self.trail.closed
+        closed = self.history.closed
         latest = self._last_of_scheduler or last
         result.end = End(
             how="closed" if closed else ending,
@@ -159,7 +159,7 @@ class Replay:
             disagrees_after=result.mismatch.seq if result.mismatch else None,
         )
         found = [
-            _in_doubt(finding, self.trail.lost_of_file)
+            _in_doubt(finding, self.history.lost_of_file)
             for verdict in self.verdicts
             for finding in verdict.findings(result.end)
         ]
@@ -185,7 +185,7 @@ class Replay:
         self._tail = [*self._tail, *chunk[-KEPT_TAIL_EVENTS:]][-KEPT_TAIL_EVENTS:]
         result.events += len(chunk)
         self._counts.update(map(type, chunk))
-        self.trail.times.note(chunk)
+        self.history.times.note(chunk)
         for event in reversed(chunk):
             if event.source == ev.SCHEDULER:
                 self._last_of_scheduler = event
@@ -198,7 +198,7 @@ class Replay:
         result.refused += 1
         if result.refused <= KEPT_REFUSALS:
             result.refusals.append(Refusal(event, refused.rule, refused.detail))
-        if self.trail.lost_of_file is None:  # else what it refers to may be among what is lost
+        if self.history.lost_of_file is None:  # else what it refers to may be among what is lost
             for verdict in self.verdicts:
                 verdict.refused(event, refused)
 
@@ -206,8 +206,8 @@ class Replay:
         result = self._result
         if len(event.book):
             self.state.restore(msgspec.json.decode(event.book, type=Book))
-            self.trail.follow(event.seq)
-        if self.trail.lost_of_file is not None:
+            self.history.follow(event.seq)
+        if self.history.lost_of_file is not None:
             result.uncompared += 1
             return
         result.checkpoints += 1
@@ -224,8 +224,8 @@ class Replay:
         table: dict[type[ev.Event], tuple[See, ...]] = {}
         for name, kind in ev.KINDS.items():
             method = f"on_{name.partition('@')[0]}"
-            lookers = [*self.verdicts, self._teller]
-            kept = self.trail.takes(kind)
+            lookers = [*self.verdicts, self._collector]
+            kept = self.history.takes(kind)
             table[kind] = (
                 self.state.apply,
                 *(getattr(looker, method) for looker in lookers if hasattr(looker, method)),

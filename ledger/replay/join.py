@@ -271,7 +271,7 @@ def _of_prefill(events: Sequence[ev.AnyEvent], engine: str, log: _Log) -> str:
 
 def _lost(log: _Log) -> str:
     """Return that events of the scheduler are lost in a log, so that what is not in it may have been; empty if none."""
-    gap = log.result.trail.lost_since(0)
+    gap = log.result.history.lost_since(0)
     return ev.lost_at(gap) if gap is not None else ""
 
 

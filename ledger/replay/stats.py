@@ -1,7 +1,7 @@
 """The story of a run in numbers: requests, jobs, loads, preemptions, bytes, and the slowest of them.
 
 It counts and never judges. Memory is fixed: durations go into buckets of a twelfth of their size, and only the slowest
-few are kept whole. This file knows events and the trail.
+few are kept whole. This file knows events and the history.
 """
 
 # ruff: noqa: D102 - a method `on_<kind>` takes the events of that kind, as the class says
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ledger import events as ev
-from ledger.verdicts.history import Trail
+from ledger.verdicts.history import History
 
 SLOWEST = 5
 """How many of the slowest are kept: what fits a report that someone reads at night."""
@@ -104,7 +104,7 @@ class Calls(msgspec.Struct):
     slowest: list[Slow] = []
 
 
-class Story(msgspec.Struct):
+class RunStats(msgspec.Struct):
     """The numbers of one log. Durations are in nanoseconds.
 
     Attributes:
@@ -138,77 +138,77 @@ class Story(msgspec.Struct):
     failures: dict[tuple[str, int], int] = {}
 
 
-class StoryTeller:
-    """Fills a `Story` during a fold."""
+class StatsCollector:
+    """Fills a `RunStats` during a fold."""
 
-    def __init__(self, trail: Trail) -> None:
-        self.trail = trail
-        self.story = Story()
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.stats = RunStats()
         self._reasons: Counter[str] = Counter()
 
     def finish(self, kinds: Mapping[type[ev.Event], int]) -> None:
         """Complete the story with what is simply the number of events of a kind."""
-        story = self.story
-        story.kinds = {name: kinds[kind] for name, kind in ev.KINDS.items() if kinds.get(kind)}
-        story.requests = kinds.get(ev.RequestQueued, 0)
-        story.finished = kinds.get(ev.RequestFinished, 0)
-        story.aborted = kinds.get(ev.RequestAborted, 0)
-        story.preemptions = kinds.get(ev.RequestPreempted, 0)
-        story.jobs = kinds.get(ev.JobRegistered, 0)
-        story.jobs_skipped = kinds.get(ev.JobSkipped, 0)
-        story.loads = kinds.get(ev.LoadPlanned, 0)
-        story.end_reasons = dict(self._reasons.most_common())
-        for calls in story.calls.values():
+        stats = self.stats
+        stats.kinds = {name: kinds[kind] for name, kind in ev.KINDS.items() if kinds.get(kind)}
+        stats.requests = kinds.get(ev.RequestQueued, 0)
+        stats.finished = kinds.get(ev.RequestFinished, 0)
+        stats.aborted = kinds.get(ev.RequestAborted, 0)
+        stats.preemptions = kinds.get(ev.RequestPreempted, 0)
+        stats.jobs = kinds.get(ev.JobRegistered, 0)
+        stats.jobs_skipped = kinds.get(ev.JobSkipped, 0)
+        stats.loads = kinds.get(ev.LoadPlanned, 0)
+        stats.end_reasons = dict(self._reasons.most_common())
+        for calls in stats.calls.values():
             calls.slowest.sort(reverse=True)
-        story.slowest_loads.sort(reverse=True)
+        stats.slowest_loads.sort(reverse=True)
 
     def on_request_finished(self, event: ev.RequestFinished) -> None:
         self._reasons[event.reason] += 1
 
     def on_pin_touched(self, event: ev.PinTouched) -> None:
-        pinned = self.trail.state.pinned_blocks()
-        self.story.most_pinned_blocks = max(self.story.most_pinned_blocks, pinned)
+        pinned = self.history.state.pinned_blocks()
+        self.stats.most_pinned_blocks = max(self.stats.most_pinned_blocks, pinned)
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
         if event.outcome == "failed":
             self._failed(event.code or event.exception or "no code", event.rank)
 
     def on_job_settled(self, event: ev.JobSettled) -> None:
-        self.story.jobs_settled += 1
+        self.stats.jobs_settled += 1
         if event.failed_ranks:
-            self.story.jobs_failed += 1
+            self.stats.jobs_failed += 1
 
     def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
-        chain = self.trail.jobs[event.job]
+        chain = self.history.jobs[event.job]
         if chain and isinstance(chain[0], ev.JobRegistered):
-            self.story.job_held.add(max(event.mono_ns - chain[0].mono_ns, 0))
+            self.stats.job_held.add(max(event.mono_ns - chain[0].mono_ns, 0))
 
     def on_rank_loaded(self, event: ev.RankLoaded) -> None:
         if event.outcome == "failed":
             self._failed(event.code or event.exception or "no code", event.rank)
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
-        story = self.story
-        story.loads_settled += 1
-        chain = self.trail.loads[event.load]
+        stats = self.stats
+        stats.loads_settled += 1
+        chain = self.history.loads[event.load]
         planned = chain[0] if chain else None
         if event.outcome == "failed":
-            story.loads_failed += 1
+            stats.loads_failed += 1
         if not isinstance(planned, ev.LoadPlanned):
             return
         if event.outcome == "loaded":
-            story.tokens_loaded += planned.tokens
+            stats.tokens_loaded += planned.tokens
         waited_ns = max(event.mono_ns - planned.mono_ns, 0)
-        story.load_waited.add(waited_ns)
-        slowest = story.slowest_loads
+        stats.load_waited.add(waited_ns)
+        slowest = stats.slowest_loads
         if len(slowest) < SLOWEST or waited_ns > slowest[0].duration_ns:
             slow = Slow(waited_ns, planned.seq, f"load {event.load}", planned.request, load=event.load)
             heapq.heappush(slowest, slow) if len(slowest) < SLOWEST else heapq.heapreplace(slowest, slow)
 
     def on_transfer_finished(self, event: ev.TransferFinished) -> None:
-        calls = self.story.calls.get(event.op)
+        calls = self.stats.calls.get(event.op)
         if calls is None:
-            calls = self.story.calls[event.op] = Calls()
+            calls = self.stats.calls[event.op] = Calls()
         calls.calls += 1
         calls.keys += event.keys
         duration_ns = event.duration_ns
@@ -234,5 +234,5 @@ class StoryTeller:
             heapq.heappush(slowest, slow) if len(slowest) < SLOWEST else heapq.heapreplace(slowest, slow)
 
     def _failed(self, code: str, rank: int) -> None:
-        failures = self.story.failures
+        failures = self.stats.failures
         failures[code, rank] = failures.get((code, rank), 0) + 1

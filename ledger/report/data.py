@@ -42,7 +42,7 @@ def data(case: Case) -> dict[str, Any]:
                     "last": words.timestamp(gap.last_ts_ns),
                 }
                 for log in case.logs
-                for gap in log.result.trail.gaps
+                for gap in log.result.history.gaps
             ],
         },
         "state": {
@@ -120,7 +120,7 @@ def radius_data(radius: BlastRadius, names: Sequence[str]) -> dict[str, Any]:
 def _log_data(index: int, case: Case) -> dict[str, Any]:
     """Return a log as data; its findings are places in the list of findings."""
     log = case.logs[index]
-    result, story = log.result, log.result.story
+    result, stats = log.result, log.result.stats
     opened = result.opened
     return {
         "file": words.file(log.path),
@@ -133,7 +133,7 @@ def _log_data(index: int, case: Case) -> dict[str, Any]:
         "versions": opened.versions if opened else {},
         "end": result.end.how if result.end else "empty",
         "events": result.events,
-        "kinds": story.kinds,
+        "kinds": stats.kinds,
         "checkpoints": result.checkpoints,
         "mismatch": None
         if result.mismatch is None
@@ -148,29 +148,29 @@ def _log_data(index: int, case: Case) -> dict[str, Any]:
             for refusal in result.refusals[:20]
         ],
         "requests": {
-            "queued": story.requests,
-            "finished": story.finished,
-            "aborted": story.aborted,
-            "preemptions": story.preemptions,
-            "end_reasons": story.end_reasons,
+            "queued": stats.requests,
+            "finished": stats.finished,
+            "aborted": stats.aborted,
+            "preemptions": stats.preemptions,
+            "end_reasons": stats.end_reasons,
         },
         "jobs": {
-            "registered": story.jobs,
-            "settled": story.jobs_settled,
-            "failed": story.jobs_failed,
-            "skipped": story.jobs_skipped,
-            "most_pinned_blocks": story.most_pinned_blocks,
-            "held": _durations_data(story.job_held),
+            "registered": stats.jobs,
+            "settled": stats.jobs_settled,
+            "failed": stats.jobs_failed,
+            "skipped": stats.jobs_skipped,
+            "most_pinned_blocks": stats.most_pinned_blocks,
+            "held": _durations_data(stats.job_held),
         },
         "loads": {
-            "planned": story.loads,
-            "settled": story.loads_settled,
-            "failed": story.loads_failed,
-            "tokens_loaded": story.tokens_loaded,
-            "waited": _durations_data(story.load_waited),
+            "planned": stats.loads,
+            "settled": stats.loads_settled,
+            "failed": stats.loads_failed,
+            "tokens_loaded": stats.tokens_loaded,
+            "waited": _durations_data(stats.load_waited),
         },
-        "calls": {op: _calls_data(calls) for op, calls in story.calls.items()},
-        "failures": [{"code": code, "rank": rank, "number": number} for (code, rank), number in story.failures.items()],
+        "calls": {op: _calls_data(calls) for op, calls in stats.calls.items()},
+        "failures": [{"code": code, "rank": rank, "number": number} for (code, rank), number in stats.failures.items()],
         "open": list(report_logs.open_items(result, report_logs.taken_blocks(case, index))),
         "time_line": [ev.line(event) for event in log.events_of_interest],
     }

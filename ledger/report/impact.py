@@ -111,8 +111,8 @@ def _stored(incident: Incident, case: Case) -> Iterator[str]:
     for index in {case.findings[place][0] for place in incident.members}:
         kinds = {finding.kind for log, finding in case.findings if log == index}
         own = {case.findings[place][1].kind for place in incident.members if case.findings[place][0] == index}
-        trail = case.logs[index].result.trail
-        if own.isdisjoint(COUNTED_WRONG) or kinds & {"poison", *FREED} or trail.gaps or not trail.evidence_is_on():
+        history = case.logs[index].result.history
+        if own.isdisjoint(COUNTED_WRONG) or kinds & {"poison", *FREED} or history.gaps or not history.evidence_is_on():
             continue
         yield "no block changed its owner under a put: what was stored is sound, as far as this log goes"
 

@@ -48,7 +48,7 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     yield from page.row(
         "Span", f"{words.timestamp(result.first.ts_ns)} to {words.timestamp(result.last.ts_ns)}, {_length(result)}"
     )
-    gaps = ev.losses(result.trail.gaps)
+    gaps = ev.losses(result.history.gaps)
     no_gap = "" if gaps else ", without a gap"
     yield from page.row("Events", f"{result.events:,}, from {result.first.seq} to {result.last.seq}{no_gap}")
     yield from page.row("End", ending(result))
@@ -232,62 +232,62 @@ def open_items(result: Result, taken: Taken) -> Iterator[str]:
 
 def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
     """Yield the run in numbers."""
-    story = result.story
+    stats = result.stats
     lost = lost_events([result])
     yield from page.wrap("", f"Story in numbers{name}{', each of them at least' if lost else ''}")
     if lost:
         yield from page.row("Lost", f"{lost}, not in these numbers")
     reasons = ", ".join(
-        f"{END_REASONS.get(reason, reason or 'no reason')}{f' {number:,}' if len(story.end_reasons) > 1 else ''}"
-        for reason, number in story.end_reasons.items()
+        f"{END_REASONS.get(reason, reason or 'no reason')}{f' {number:,}' if len(stats.end_reasons) > 1 else ''}"
+        for reason, number in stats.end_reasons.items()
     )
     yield from page.row(
         "Requests",
-        f"{story.requests:,} queued, {story.finished:,} finished{f' ({reasons})' if reasons else ''}, "
-        f"{story.aborted:,} aborted, "
-        f"{words.plural(story.preemptions, 'preemption')}",
+        f"{stats.requests:,} queued, {stats.finished:,} finished{f' ({reasons})' if reasons else ''}, "
+        f"{stats.aborted:,} aborted, "
+        f"{words.plural(stats.preemptions, 'preemption')}",
     )
-    if story.jobs or story.jobs_skipped:
+    if stats.jobs or stats.jobs_skipped:
         yield from page.row(
             "Store jobs",
-            f"{story.jobs:,} registered, {story.jobs_settled:,} settled ({story.jobs_failed:,} with a failed rank), "
-            f"{story.jobs_skipped:,} skipped; at most {words.plural(story.most_pinned_blocks, 'block')} pinned at a "
+            f"{stats.jobs:,} registered, {stats.jobs_settled:,} settled ({stats.jobs_failed:,} with a failed rank), "
+            f"{stats.jobs_skipped:,} skipped; at most {words.plural(stats.most_pinned_blocks, 'block')} pinned at a "
             "time"
-            f"{_times('; held until they were freed for', story.job_held)}",
+            f"{_times('; held until they were freed for', stats.job_held)}",
         )
-    if story.loads:
+    if stats.loads:
         yield from page.row(
             "Loads",
-            f"{story.loads:,} planned, {story.loads_settled:,} settled ({story.loads_failed:,} failed), "
-            f"{words.plural(story.tokens_loaded, 'token')} loaded{_times('; waited', story.load_waited)}",
+            f"{stats.loads:,} planned, {stats.loads_settled:,} settled ({stats.loads_failed:,} failed), "
+            f"{words.plural(stats.tokens_loaded, 'token')} loaded{_times('; waited', stats.load_waited)}",
         )
     opened = _open_calls(result)
-    for op in dict.fromkeys((*story.calls, *opened)):
+    for op in dict.fromkeys((*stats.calls, *opened)):
         label = f"{op.capitalize()}{'es' if op == 'push' else 's'}"
-        yield from page.row(label, _calls(story.calls.get(op, Calls()), opened.get(op, 0)))
+        yield from page.row(label, _calls(stats.calls.get(op, Calls()), opened.get(op, 0)))
     transfers = [
-        f"{words.plural(story.kinds.get(kind, 0), word)}"
+        f"{words.plural(stats.kinds.get(kind, 0), word)}"
         for kind, word in (
             ("send_registered", "send"),
             ("send_expired", "expired send"),
             ("recv_registered", "recv"),
             ("recv_failed", "failed recv"),
         )
-        if story.kinds.get(kind)
+        if stats.kinds.get(kind)
     ]
     if transfers:
         yield from page.row("P/D", ", ".join(transfers))
-    if story.failures:
-        most = sorted(story.failures.items(), key=lambda item: -item[1])[:5]
+    if stats.failures:
+        most = sorted(stats.failures.items(), key=lambda item: -item[1])[:5]
         yield from page.row("Failures", ", ".join(f"{code} on rank {rank}: {number}" for (code, rank), number in most))
     slowest = [
-        (slow, op) for op, calls in story.calls.items() for slow in calls.slowest if _stands_out(slow, calls.durations)
+        (slow, op) for op, calls in stats.calls.items() for slow in calls.slowest if _stands_out(slow, calls.durations)
     ]
     if slowest:
         yield "  Slowest transfers"
         for slow, op in sorted(slowest, reverse=True)[:5]:
             yield from page.wrap("    ", _slow(slow, op), hanging=6)
-    slow_loads = [slow for slow in story.slowest_loads if _stands_out(slow, story.load_waited)]
+    slow_loads = [slow for slow in stats.slowest_loads if _stands_out(slow, stats.load_waited)]
     if slow_loads:
         yield "  Slowest loads"
         for slow in slow_loads:
@@ -324,9 +324,9 @@ def _stands_out(slow: Slow, durations: Durations) -> bool:
 
 def _open_calls(result: Result) -> Counter[str]:
     """Return how many calls have not returned, by sort, as far as the work that they are for is open."""
-    trail = result.trail
+    history = result.history
     counted: Counter[str] = Counter()
-    for chains in (trail.jobs, trail.loads, trail.sends, trail.recvs):
+    for chains in (history.jobs, history.loads, history.sends, history.recvs):
         for chain in chains.values():
             calls: dict[tuple[str, int, str], str] = {}
             for event in chain:
@@ -357,6 +357,6 @@ def _slow(slow: Slow, op: str) -> str:
 
 def lost_events(results: Sequence[Result]) -> str:
     """Return how many events the gaps stand for, in words; empty if there is no gap."""
-    dropped = [gap.dropped for result in results for gap in result.trail.gaps]
+    dropped = [gap.dropped for result in results for gap in result.history.gaps]
     known = words.lost(sum(dropped))
     return f"at least {known}" if 0 in dropped and sum(dropped) else known if dropped else ""

@@ -11,7 +11,7 @@ import msgspec
 from ledger import events as ev
 from ledger.blocks import Blocks, expand
 from ledger.errors import Refused
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 
 Certainty: TypeAlias = Literal["proven", "suspected", "undecidable"]
 
@@ -113,7 +113,7 @@ class Verdict:
     """Looks at one log for one kind of fault, or for a few that only the same look can tell apart.
 
     Args:
-        trail: what is open, with its events; `trail.state` is the book after the event at hand.
+        history: what is open, with its events; `history.state` is the book after the event at hand.
 
     Attributes:
         kinds: the kinds of finding it may yield.
@@ -121,9 +121,9 @@ class Verdict:
 
     kinds: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, trail: Trail) -> None:
-        self.trail = trail
-        self.state = trail.state
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.state = history.state
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take note of an event that the book did not accept."""

@@ -19,7 +19,7 @@ from ledger import words
 from ledger.blocks import expand, numbers
 from ledger.state.records import Load, Recv
 from ledger.verdicts.base import Finding
-from ledger.verdicts.history import Chain, End, Trail, forget_oldest
+from ledger.verdicts.history import End, EventList, History, forget_oldest
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
 from ledger.verdicts.shared.sample import Alike
 from ledger.verdicts.shared.waits import likewise
@@ -39,7 +39,7 @@ class _Released(msgspec.Struct, frozen=True):
     blocks: tuple[tuple[int, int], ...]
     waiting: tuple[int, ...]
     before: tuple[ev.Event, ...]
-    chain: Chain
+    chain: EventList
     """Its events, which go on as long as it is open."""
     doubt: str = ""
     """Why it is not certain that it was early; empty if it is."""
@@ -70,11 +70,11 @@ class EarlyFree(RuleVerdict):
         "prefix cache. The fault is in the connector that freed them: report it with this file."
     )
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._released: dict[tuple[Hashable, ...], Alike[_Released]] = {}
         self._told: dict[Subject, None] = {}
-        self._over = trail.over  # looked at for every call
+        self._over = history.ended_work  # looked at for every call
 
     def impact(self, first: Broken) -> tuple[str, ...]:
         """Return who may suffer: the transfer whose blocks are written anew, or whoever gets them."""
@@ -97,7 +97,7 @@ class EarlyFree(RuleVerdict):
             return
         given = set(numbers(event.blocks))  # one pool for all groups, so a number is one piece of memory
         for number, load in book.loads.items():
-            self._hit(event, given, ("load", number), load.request, load, load.waiting, self.trail.loads[number])
+            self._hit(event, given, ("load", number), load.request, load, load.waiting, self.history.loads[number])
         for request, recv in book.recvs.items():
             self._hit(
                 event,
@@ -106,7 +106,7 @@ class EarlyFree(RuleVerdict):
                 request,
                 recv,
                 recv.missing_ranks(),
-                self.trail.recvs[request],
+                self.history.recvs[request],
             )
 
     def _called(self, event: ev.TransferStarted | ev.TransferFinished) -> None:
@@ -126,7 +126,7 @@ class EarlyFree(RuleVerdict):
         blocks = over.event.blocks if isinstance(over.event, ev.BlocksFreed) else over.blocks
         self._keep(
             _Released(
-                event, key, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), tuple(over.told), []
+                event, key, over.request, over.event.seq, tuple(expand(blocks)), (event.rank,), tuple(over.events), []
             )
         )
 
@@ -140,10 +140,10 @@ class EarlyFree(RuleVerdict):
         number = book.loading.get(event.request, -1)
         load, recv = book.loads.get(number), book.recvs.get(event.request)
         if load is not None and load.waiting:
-            self._went_on(event, ("load", number), load, load.waiting, self.trail.loads[number])
+            self._went_on(event, ("load", number), load, load.waiting, self.history.loads[number])
         if recv is not None and recv.blocks and recv.missing_ranks():
             self._went_on(
-                event, ("transfer", recv.transfer), recv, recv.missing_ranks(), self.trail.recvs[event.request]
+                event, ("transfer", recv.transfer), recv, recv.missing_ranks(), self.history.recvs[event.request]
             )
 
     on_request_scheduled = on_request_resumed = _runs
@@ -160,9 +160,9 @@ class EarlyFree(RuleVerdict):
         # A load that is not asynchronous is done within the step in which its request runs.
         if began is None or began.step >= event.step:
             return
-        if not self.trail.same_life(event.request, event.generation, opened):
+        if not self.history.same_generation(event.request, event.generation, opened):
             return
-        lost = self.trail.lost_since(opened.since_seq)
+        lost = self.history.lost_since(opened.since_seq)
         doubt = (
             f"{ev.lost_at(lost)}, and the request may have ended there and come again, on other blocks"
             if lost is not None
@@ -185,13 +185,13 @@ class EarlyFree(RuleVerdict):
     ) -> None:
         if not waiting or subject in self._told:
             return
-        if event.request == request and self.trail.same_life(request, event.generation, opened):
+        if event.request == request and self.history.same_generation(request, event.generation, opened):
             return
         hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
         if not hit:
             return
-        lost = self.trail.lost_since(opened.since_seq)
-        gone = lost is not None and not self.trail.restored_after(lost.seq)
+        lost = self.history.lost_since(opened.since_seq)
+        gone = lost is not None and not self.history.restored_after(lost.seq)
         doubt = f"{ev.lost_at(lost)}, and it may have ended there" if lost is not None and gone else ""
         self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain, doubt))
 
@@ -268,7 +268,7 @@ def _impact(group: list[_Released], number: int) -> str:
     return f"the answers of {least}{len(names)} requests ({words.listed(names)}) may be wrong"
 
 
-def _after(chain: Chain, event: ev.Event) -> list[ev.Event]:
+def _after(chain: EventList, event: ev.Event) -> list[ev.Event]:
     """Return the first calls and answers that came after an event."""
     kinds = ev.TransferStarted | ev.TransferFinished | ev.PeerSettled | ev.RankSent | ev.RankLoaded | ev.RankCompleted
     return [each for each in chain if each.seq > event.seq and isinstance(each, kinds)][:KEPT_AFTER]

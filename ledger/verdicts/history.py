@@ -1,7 +1,7 @@
 """What is open, and the events that led there: the memory that verdicts share during a fold.
 
 The book (`ledger.state`) holds what the scheduler needs to go on. A verdict needs more: when a rank's call to the store
-began, what raised, what the request went through. The trail keeps exactly those events, for work that is open and
+began, what raised, what the request went through. The history keeps exactly those events, for work that is open and
 requests that live, and drops them when the work ends. So memory grows with what is open and not with the file.
 
 This file knows events and the state. It draws no conclusions.
@@ -23,7 +23,7 @@ from ledger.state.apply import State
 from ledger.state.open_work import OpenWork, open_work
 from ledger.state.records import Job, Load, Recv, Send
 
-Chain: TypeAlias = list[ev.Event]
+EventList: TypeAlias = list[ev.Event]
 """The events of one job, load or request, in the order of the log."""
 
 See: TypeAlias = Callable[[Any], None]
@@ -33,7 +33,7 @@ KEPT_EVENTS_PER_REQUEST = 200
 """A request that is preempted for ever must not fill memory: its first event and its newest ones are kept."""
 
 
-KEPT_OVER = 1024
+KEPT_ENDED = 1024
 """Jobs, loads, transfers and requests that are remembered after they ended, for reports and evidence that come late:
 so many at least, and twice as many at most."""
 
@@ -46,7 +46,7 @@ EXACT_NS = 100_000_000
 RequestEnd: TypeAlias = ev.RequestFinished | ev.RequestAborted
 
 
-class Over(msgspec.Struct, frozen=True, gc=False):
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """A job, load or transfer that has ended. It holds no container: thousands of them cost the collector nothing.
 
     Attributes:
@@ -63,7 +63,7 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     answer: ev.Event | None = None
 
     @property
-    def told(self) -> list[ev.Event]:
+    def events(self) -> list[ev.Event]:
         """What is remembered of it, in the order of the log."""
         events = {event.seq: event for event in (self.began, self.answer, self.event) if event is not None}
         return list(events.values())
@@ -117,7 +117,7 @@ class Times:
         return self._last.mono_ns if self._last is not None and self._last.seq >= seq else None
 
 
-class Trail:
+class History:
     """The events of all open work. Fed after the state has accepted an event, and after the verdicts have seen it.
 
     So a verdict that sees the event that ends a job still finds the job's events here, and finds it gone in the book.
@@ -130,10 +130,10 @@ class Trail:
         requests: by request id, from the first event that names it until it ends.
         answered: by rank, the last event by which that rank answered a job or a load.
         reported: by rank, its last report of a store job.
-        over: the jobs, loads and transfers that ended last, by `("job", "load" or "transfer", id)`.
-        ended: the requests that ended last, by their id.
-        ended_under: how the request of a job, load or recv ended that is still open, by the key of `over`. An id may
-            come back meanwhile, and end again.
+        ended_work: the jobs, loads and transfers that ended last, by `("job", "load" or "transfer", id)`.
+        ended_requests: the requests that ended last, by their id.
+        request_end_while_open: how the request of a job, load or recv ended that is still open, by the key of
+            `ended_work`. An id may come back meanwhile, and end again.
         opened: the log's first event, if the log has it.
         closed: the event that closed the log, if it was closed.
         gaps: all gaps of the log.
@@ -143,12 +143,12 @@ class Trail:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.jobs: dict[int, Chain] = {}
+        self.jobs: dict[int, EventList] = {}
         self.jobs_of: dict[str, list[int]] = {}
-        self.loads: dict[int, Chain] = {}
-        self.sends: dict[str, Chain] = {}
-        self.recvs: dict[str, Chain] = {}
-        self.requests: dict[str, Chain] = {}
+        self.loads: dict[int, EventList] = {}
+        self.sends: dict[str, EventList] = {}
+        self.recvs: dict[str, EventList] = {}
+        self.requests: dict[str, EventList] = {}
         self.answered: dict[int, ev.RankCompleted | ev.RankLoaded] = {}
         self.reported: dict[int, ev.RankCompleted] = {}
         self.opened: ev.LogOpened | None = None
@@ -157,9 +157,9 @@ class Trail:
         self.lost_of_file: ev.Gap | None = None
         self.times = Times()
         self._restored_seq = 0
-        self.over: dict[tuple[str, int | str], Over] = {}
-        self.ended: dict[str, RequestEnd] = {}
-        self.ended_under: dict[tuple[str, int | str], RequestEnd] = {}
+        self.ended_work: dict[tuple[str, int | str], Ended] = {}
+        self.ended_requests: dict[str, RequestEnd] = {}
+        self.request_end_while_open: dict[tuple[str, int | str], RequestEnd] = {}
         self._owners: dict[int, str] = {}
 
     @property
@@ -200,26 +200,28 @@ class Trail:
         self.sends = {name: self.sends.get(name, []) for name in book.sends}
         self.recvs = {name: self.recvs.get(name, []) for name in book.recvs}
         self.requests = {name: self.requests.get(name, []) for name in book.requests}
-        opened = {over_key(work) for work in open_work(book)}
-        self.ended_under = {key: event for key, event in self.ended_under.items() if key in opened}
+        opened = {ended_key(work) for work in open_work(book)}
+        self.request_end_while_open = {
+            key: event for key, event in self.request_end_while_open.items() if key in opened
+        }
 
-    def same_life(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
+    def same_generation(self, request: str, generation: int, opened: Job | Load | Send | Recv) -> bool:
         """Return whether open work of a request belongs to the life that now has this generation, as far as is known.
 
         An id that comes back after its request has ended begins with generation 1 again, so it counts, too, when this
         life began and whether the request of the work has ended. Of a load the book itself says so.
         """
         ended = isinstance(opened, Load) and bool(opened.ended)
-        return generation == opened.generation and not ended and not self.came_later(request, opened.since_seq)
+        return generation == opened.generation and not ended and not self.is_reused_id(request, opened.since_seq)
 
-    def came_later(self, request: str, seq: int) -> bool:
+    def is_reused_id(self, request: str, seq: int) -> bool:
         """Return whether the life that a request's id has now is known to have begun behind that place in the log."""
         life = self.requests.get(request)
         return bool(life) and isinstance(life[0], ev.RequestQueued) and life[0].seq > seq
 
-    def events_of(self, work: OpenWork) -> Chain:
+    def events_of(self, work: OpenWork) -> EventList:
         """Return the events of open work, in the order of the log; none that came before a gap hid its beginning."""
-        chains: dict[Any, Chain] = {"job": self.jobs, "load": self.loads, "send": self.sends, "recv": self.recvs}[
+        chains: dict[Any, EventList] = {"job": self.jobs, "load": self.loads, "send": self.sends, "recv": self.recvs}[
             work.kind
         ]
         return chains.get(work.request if work.is_transfer else work.id, [])
@@ -231,7 +233,7 @@ class Trail:
         """
         return next((gap for gap in self.gaps if gap.seq > seq and gap.origin in (ev.SCHEDULER, ev.WHOLE_FILE)), None)
 
-    def transfer_chain(self, event: ev.Event) -> Chain | None:
+    def transfer_events(self, event: ev.Event) -> EventList | None:
         """Return the events of the open send or recv that an event of a P/D transfer belongs to."""
         if event.about.step == "begins":
             return None
@@ -241,14 +243,14 @@ class Trail:
     def last_end(self, request: str, job: int = -1, load: int = -1, transfer: str = "") -> list[ev.Event]:
         """Return what is remembered of a job, load or transfer and how its request ended, in the order of the log."""
         keys: tuple[tuple[str, int | str], ...] = (("job", job), ("load", load), ("transfer", transfer))
-        found = [event for key in keys if (over := self.over.get(key)) is not None for event in over.told]
-        if request in self.ended:
-            found.append(self.ended[request])
+        found = [event for key in keys if (over := self.ended_work.get(key)) is not None for event in over.events]
+        if request in self.ended_requests:
+            found.append(self.ended_requests[request])
         return sorted(found, key=lambda event: event.seq)
 
     def request_of_ended_job(self, job: int) -> str:
         """Return the request of a job that ended not long ago; empty if it is not known any more."""
-        over = self.over.get(("job", job))
+        over = self.ended_work.get(("job", job))
         return over.request if over is not None else ""
 
     def takes(self, kind: type[ev.Event]) -> See | None:
@@ -283,14 +285,14 @@ class Trail:
     def _request_ends(self, event: Any) -> None:
         self.requests.pop(event.request, None)
         for job in self.jobs_of.get(event.request, ()):
-            self.ended_under.setdefault(("job", job), event)
+            self.request_end_while_open.setdefault(("job", job), event)
         book = self.state.book
         load, recv = book.loading.get(event.request), book.recvs.get(event.request)
         if load is not None:
-            self.ended_under.setdefault(("load", load), event)
+            self.request_end_while_open.setdefault(("load", load), event)
         if recv is not None:
-            self.ended_under.setdefault(("transfer", recv.transfer), event)
-        ended = self.ended
+            self.request_end_while_open.setdefault(("transfer", recv.transfer), event)
+        ended = self.ended_requests
         ended[event.request] = event
         forget_oldest(ended)
 
@@ -326,13 +328,13 @@ class Trail:
         jobs.remove(job)
         if not jobs:
             del self.jobs_of[request]
-        self._note_over(("job", job), Over(request, event, (), *_ends(chain)))
+        self._note_ended(("job", job), Ended(request, event, (), *_ends(chain)))
 
-    def _note_over(self, key: tuple[str, int | str], what: "Over") -> None:
-        self.ended_under.pop(key, None)
-        over = self.over
-        over[key] = what
-        forget_oldest(over)
+    def _note_ended(self, key: tuple[str, int | str], what: "Ended") -> None:
+        self.request_end_while_open.pop(key, None)
+        ended = self.ended_work
+        ended[key] = what
+        forget_oldest(ended)
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
@@ -352,7 +354,7 @@ class Trail:
         chain = self.loads.pop(event.load, None)
         planned = chain[0] if chain else None
         if isinstance(planned, ev.LoadPlanned):
-            self._note_over(("load", event.load), Over(planned.request, event, planned.blocks, *_ends(chain or [])))
+            self._note_ended(("load", event.load), Ended(planned.request, event, planned.blocks, *_ends(chain or [])))
 
     # --- P/D transfers ----------------------------------------------------------------------------------------------
 
@@ -378,9 +380,9 @@ class Trail:
     def _recv_ends(self, event: Any) -> None:
         self._transfer_ends(event, self.recvs.pop(event.request, None))
 
-    def _transfer_ends(self, event: Any, chain: Chain | None) -> None:
+    def _transfer_ends(self, event: Any, chain: EventList | None) -> None:
         if chain is not None:
-            self._note_over(("transfer", event.transfer), Over(event.request, event, (), *_ends(chain)))
+            self._note_ended(("transfer", event.transfer), Ended(event.request, event, (), *_ends(chain)))
 
     # --- evidence and suspicions, of the work that their fields name ------------------------------------------------
 
@@ -411,36 +413,36 @@ class Trail:
             self.lost_of_file = event
 
 
-_BY_SUBJECT: dict[tuple[str, str], Callable[[Trail, Any], None]] = {
-    ("request", "begins"): Trail._request_begins,
-    ("request", "goes_on"): Trail._request,
-    ("request", "ends"): Trail._request_ends,
-    ("job", "begins"): Trail._job_begins,
-    ("job", "goes_on"): Trail._job,
-    ("job", "ends"): Trail._job_ends,
-    ("load", "begins"): Trail._load_begins,
-    ("load", "goes_on"): Trail._load,
-    ("load", "ends"): Trail._load_ends,
-    ("send", "begins"): Trail._send_begins,
-    ("send", "goes_on"): Trail._send,
-    ("send", "ends"): Trail._send_ends,
-    ("recv", "begins"): Trail._recv_begins,
-    ("recv", "goes_on"): Trail._recv,
-    ("recv", "ends"): Trail._recv_ends,
-    ("call", "begins"): Trail._named,
-    ("call", "goes_on"): Trail._named,
-    ("call", "ends"): Trail._named,
-    ("named", "goes_on"): Trail._named,
+_BY_SUBJECT: dict[tuple[str, str], Callable[[History, Any], None]] = {
+    ("request", "begins"): History._request_begins,
+    ("request", "goes_on"): History._request,
+    ("request", "ends"): History._request_ends,
+    ("job", "begins"): History._job_begins,
+    ("job", "goes_on"): History._job,
+    ("job", "ends"): History._job_ends,
+    ("load", "begins"): History._load_begins,
+    ("load", "goes_on"): History._load,
+    ("load", "ends"): History._load_ends,
+    ("send", "begins"): History._send_begins,
+    ("send", "goes_on"): History._send,
+    ("send", "ends"): History._send_ends,
+    ("recv", "begins"): History._recv_begins,
+    ("recv", "goes_on"): History._recv,
+    ("recv", "ends"): History._recv_ends,
+    ("call", "begins"): History._named,
+    ("call", "goes_on"): History._named,
+    ("call", "ends"): History._named,
+    ("named", "goes_on"): History._named,
 }
 """What becomes of the events of a kind that has no method of its own, by what they are about."""
 
 
-def over_key(work: OpenWork) -> ev.WorkKey:
-    """Return the key that open work has in `Trail.over` and `Trail.ended_under`."""
+def ended_key(work: OpenWork) -> ev.WorkKey:
+    """Return the key that open work has in `History.ended_work` and `History.request_end_while_open`."""
     return ("transfer" if work.is_transfer else work.kind), work.id
 
 
-def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:
+def _ends(chain: EventList) -> tuple[ev.Event | None, ev.Event | None]:
     """Return the first event of a chain, and its last one but for a job's settling, which says nothing of its own."""
     if not chain:
         return None, None
@@ -449,12 +451,12 @@ def _ends(chain: Chain) -> tuple[ev.Event | None, ev.Event | None]:
 
 
 def forget_oldest(known: dict[Any, Any]) -> None:
-    """Forget the older half of what is known, if it is more than twice `KEPT_OVER`.
+    """Forget the older half of what is known, if it is more than twice `KEPT_ENDED`.
 
     One at a time would cost more: a dictionary is slow to find its first.
     """
-    if len(known) > 2 * KEPT_OVER:
-        for key in list(islice(known, KEPT_OVER)):
+    if len(known) > 2 * KEPT_ENDED:
+        for key in list(islice(known, KEPT_ENDED)):
             del known[key]
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ledger import events as ev
 from ledger import words
 from ledger.verdicts.base import Finding
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.ends import is_hard, is_near
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
 from ledger.verdicts.shared.sample import Alike
@@ -21,8 +21,8 @@ class LateEvent(RuleVerdict):
     kinds: ClassVar[tuple[str, ...]] = ("late_event",)
     lead: ClassVar[str] = "a result{} came too late: "
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._ignored: dict[tuple[str, str], Alike[ev.ReportIgnored]] = {}
         self._before: dict[tuple[str, str], list[ev.Event]] = {}
 
@@ -30,7 +30,7 @@ class LateEvent(RuleVerdict):
         """Note a result that came late."""
         sort = event.what, event.why
         if sort not in self._ignored:
-            self._before[sort] = self.trail.last_end(event.request, load=event.load, transfer=event.transfer)
+            self._before[sort] = self.history.last_end(event.request, load=event.load, transfer=event.transfer)
         self._ignored.setdefault(sort, Alike()).add(event)
 
     def advise(self, first: Broken, end: End) -> str:

@@ -19,7 +19,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, count, from_ranges
 from ledger.verdicts.base import Finding, Verdict, listed
-from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.history import End, EventList, History
 from ledger.verdicts.shared.ends import DOWN, is_down
 from ledger.verdicts.shared.sample import Alike
 from ledger.verdicts.shared.waits import (
@@ -76,20 +76,20 @@ class Leak(Verdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("leak",)
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._expired: Alike[_Expired] = Alike()
 
     def on_send_expired(self, event: ev.SendExpired) -> None:
         """Note blocks that were held for a decode engine in vain."""
-        chain = self.trail.sends[event.request]
-        lost = self.trail.lost_since(chain[0].seq if chain else 0)
+        chain = self.history.sends[event.request]
+        lost = self.history.lost_since(chain[0].seq if chain else 0)
         self._expired.add(_Expired(event, (*chain[:1], *chain[1:][-9:]), lost))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each sort of waits, the oldest in front, and one for all expired sends."""
-        opened = waits(self.trail, end)
-        systematic = never_answered(self.trail, opened)
+        opened = waits(self.history, end)
+        systematic = never_answered(self.history, opened)
         called = {rank for wait in opened for rank in wait.ranks if wait.doing("in_call")}
         alike: dict[Hashable, list[Wait]] = {}
         for wait in opened:
@@ -112,7 +112,7 @@ class Leak(Verdict):
         ended = [view.last for view in first.doing("ended") if isinstance(view.last, ev.TransferFinished)]
         failed = [last for last in ended if last.outcome != "ok"]
         violated = [event for event in first.chain if isinstance(event, ev.InvariantViolated)]
-        blocked = {name: each for name, each in blocked_requests(self.trail, end).items() if name != first.request}
+        blocked = {name: each for name, each in blocked_requests(self.history, end).items() if name != first.request}
         told = self._told(first, violated)
         held = words.plural(sum(count(wait.blocks) for wait in group), "block")
         codes = [each.code for last in failed for each in last.failures] + [last.code for last in failed]
@@ -166,7 +166,7 @@ class Leak(Verdict):
     def _told(self, first: Wait, violated: list[ev.InvariantViolated]) -> list[str]:
         if first.quarantined:
             return [f"broken rule {event.rule}: {event.detail}" for event in violated] or ["a broken rule"]
-        send = self.trail.state.book.sends.get(first.request) if first.what == "send" else None
+        send = self.history.state.book.sends.get(first.request) if first.what == "send" else None
         if send is not None and not send.pushes and all(how == "expired" for how in send.outcomes.values()):
             so_far = ", as far as this log goes" if first.blind else ""
             return [f"the decode engine, or the router before it: nobody has asked for this transfer{so_far}"]
@@ -254,7 +254,7 @@ def _goes_on(end: End) -> bool:
     return end.how in ("live", "as_of")
 
 
-def _ready(chain: tuple[ev.Event, ...] | Chain) -> ev.SendReady | None:
+def _ready(chain: tuple[ev.Event, ...] | EventList) -> ev.SendReady | None:
     return next((event for event in chain if isinstance(event, ev.SendReady)), None)
 
 

@@ -23,7 +23,7 @@ from ledger import codes, words
 from ledger import events as ev
 from ledger.blocks import expand, from_ranges
 from ledger.verdicts.base import Finding, Verdict, listed
-from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.history import End, EventList, History
 from ledger.verdicts.shared.waits import lost_answers, with_events
 
 STORE_LEASE_S = 5.0
@@ -131,8 +131,8 @@ class LoadFailed(Verdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("load_failed", "evicted_before_load", "lost_store")
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._failed: dict[str, list[_Failed]] = {}
         self._recvs: dict[tuple[str, str], list[ev.RecvFailed]] = {}
         self._before: dict[tuple[str, str], list[ev.Event]] = {}
@@ -174,7 +174,7 @@ class LoadFailed(Verdict):
 
     def on_load_planned(self, event: ev.LoadPlanned) -> None:
         """Remember the lookup that promised it: under the policy `fail` the request ends before its load settles."""
-        life = self.trail.requests.get(event.request, [])
+        life = self.history.requests.get(event.request, [])
         promised = next((each for each in reversed(life) if isinstance(each, ev.LookupAnswered)), None)
         if promised is not None:
             self._promised[event.load] = promised
@@ -220,7 +220,7 @@ class LoadFailed(Verdict):
         self._count(f"recv {code} {event.stage}", event.transfer, event.request)
         known = self._recvs.setdefault((code, event.stage), [])
         if not known:
-            chain = self.trail.recvs[event.request]
+            chain = self.history.recvs[event.request]
             self._before[code, event.stage] = [*chain[:1], *(each for each in chain[1:] if _is_failure(each))]
         if len(known) < KEPT_LOADS:
             known.append(event)
@@ -230,7 +230,7 @@ class LoadFailed(Verdict):
         promised = self._promised.pop(event.load, None)
         if event.outcome != "failed":
             return
-        chain = self.trail.loads[event.load]
+        chain = self.history.loads[event.load]
         failures = [each for each in chain if isinstance(each, ev.RankLoaded) and each.outcome != "loaded"]
         if not failures:
             return
@@ -253,7 +253,7 @@ class LoadFailed(Verdict):
     def _take(
         self,
         event: ev.LoadSettled,
-        chain: Chain,
+        chain: EventList,
         failures: list[ev.RankLoaded],
         promised: ev.LookupAnswered | None,
         told: int,
@@ -345,7 +345,7 @@ class LoadFailed(Verdict):
 
     def _became(self, counted: _Counted) -> dict[str, int]:
         """Return how often each thing became of the requests of failed loads or transfers, as far as it is known."""
-        ended = [self.trail.ended.get(request) for of, request in self._open.values() if of is counted]
+        ended = [self.history.ended_requests.get(request) for of, request in self._open.values() if of is counted]
         aborted = sum(isinstance(each, ev.RequestAborted) for each in ended)
         return counted.became | ({"aborted": aborted} if aborted else {})
 
@@ -357,7 +357,7 @@ class LoadFailed(Verdict):
             and bool(ranks)
             and set(ranks) < set(first.all_ranks)
             and self._loaded_ranks.isdisjoint(ranks)
-            and not lost_answers(self.trail)
+            and not lost_answers(self.history)
         )
 
     def _transfers(self, code: str, stage: str, failed: list[ev.RecvFailed]) -> Finding:

@@ -13,7 +13,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import from_ranges
 from ledger.verdicts.base import Certainty, Finding, Verdict, listed
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.sample import Alike
 from ledger.verdicts.shared.waits import Wait, certainty, describe, evidence, lost_answers, never_answered, waits
 
@@ -26,23 +26,23 @@ class MissingRanks(Verdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("missing_ranks",)
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._unanswered: dict[tuple[int, ...], Alike[Unanswered]] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Note a load that vLLM counted as finished while ranks had not answered."""
         if not event.missing or event.outcome == "cancelled":
             return
-        planned = self.trail.loads[event.load][:1]
+        planned = self.history.loads[event.load][:1]
         request = planned[0].request if planned and isinstance(planned[0], ev.LoadPlanned) else ""
         self._unanswered.setdefault(tuple(from_ranges(event.missing)), Alike()).add((event, request))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each set of ranks."""
-        opened = waits(self.trail, end)
+        opened = waits(self.history, end)
         alike: dict[tuple[int, ...], list[Wait]] = {}
-        for wait in never_answered(self.trail, opened):
+        for wait in never_answered(self.history, opened):
             alike.setdefault(wait.ranks, []).append(wait)
         for ranks, group in alike.items():
             yield self._never_answer(ranks, group, end)
@@ -64,7 +64,7 @@ class MissingRanks(Verdict):
             if part
         )
         verb = "waits" if len(group) == 1 else "wait"
-        others = sorted(self.trail.answered)
+        others = sorted(self.history.answered)
         shown = [*evidence(first), *(event for wait in group[1:3] for event in wait.chain[:1])]
         return Finding(
             kind="missing_ranks",
@@ -92,11 +92,11 @@ class MissingRanks(Verdict):
 
     def _counted_without(self, ranks: tuple[int, ...], unanswered: Alike[Unanswered]) -> Finding:
         first, count = unanswered.kept[0][0], unanswered.number
-        names, lost = words.ranks(ranks), lost_answers(self.trail)
+        names, lost = words.ranks(ranks), lost_answers(self.history)
         more = f" and {words.plural(count - 1, 'more load')}" if count > 1 else ""
         often = "once" if count == 1 else f"{count:,} times"
         certain: Certainty = "suspected"
-        if any(rank in self.trail.answered for rank in ranks):
+        if any(rank in self.history.answered for rank in ranks):
             seen = f"{names} answered other work"
             doubt = f"{seen}, so the answer may only have been late"
         else:

@@ -15,7 +15,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
 from ledger.verdicts.base import Finding
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.ends import DOWN, is_down
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
 from ledger.verdicts.shared.sample import KEPT, Alike
@@ -51,8 +51,8 @@ class OverReport(RuleVerdict):
         "this report."
     )
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._open: dict[tuple[int, int], _Open] = {}
 
     def advise(self, first: Broken, end: End) -> str:
@@ -63,13 +63,13 @@ class OverReport(RuleVerdict):
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take what the book refused; what may be the report of an older job waits until it is known whose it was."""
-        older = older_jobs(self.trail, event) if isinstance(event, ev.RankCompleted) and refusal.rule in RULES else ()
+        older = older_jobs(self.history, event) if isinstance(event, ev.RankCompleted) and refusal.rule in RULES else ()
         if not isinstance(event, ev.RankCompleted) or not older:
             super().refused(event, refusal)
             return
         work = event.job, event.rank
         known = self._open.get(work)
-        if known is None or not any_owed(self.trail, known.older, event.rank):
+        if known is None or not any_owed(self.history, known.older, event.rank):
             self._settle()
             if len(self._open) < KEPT_OPEN:
                 self._open[work] = _Open(event, older)
@@ -82,7 +82,7 @@ class OverReport(RuleVerdict):
         rules = {rule: alike.copy() for rule, alike in self.rules.items()}
         doubtful: dict[tuple[str, Reading], Alike[Broken]] = {}
         for opened in self._open.values():
-            reading = whose(self.trail, end, opened.report, opened.older)
+            reading = whose(self.history, end, opened.report, opened.older)
             if reading.owed is not None:
                 continue
             for rule, alike in opened.rules.items():
@@ -101,7 +101,7 @@ class OverReport(RuleVerdict):
     def _settle(self) -> None:
         """Take the reports that were not those of older jobs: each of these has got its own."""
         for work, opened in list(self._open.items()):
-            if not any_owed(self.trail, opened.older, work[1]):
+            if not any_owed(self.history, opened.older, work[1]):
                 for rule, alike in self._open.pop(work).rules.items():
                     _merge(self.rules, rule, alike)
 

@@ -25,7 +25,7 @@ from ledger import words
 from ledger.blocks import Blocks, expand, numbers, of_pairs
 from ledger.state.records import Job, Load, Recv, Send
 from ledger.verdicts.base import Finding, Verdict
-from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.history import End, EventList, History
 from ledger.verdicts.shared.poisoning import (
     GIVEN_AWAY,
     Grant,
@@ -70,8 +70,8 @@ class Poison(Verdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("poison",)
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self.hits: list[Hit] = []
         self.untold = Untold()
         self._grants: list[Grant] = []
@@ -122,25 +122,25 @@ class Poison(Verdict):
 
     def _open_work(self, event: ev.BlocksAllocated, given: frozenset[int]) -> dict[tuple[str, int | str], Work]:
         """Return the open work of other owners that names the blocks, or that may do so because it has pinned none."""
-        book, trail = self.state.book, self.trail
+        book, history = self.state.book, self.history
         works: dict[tuple[str, int | str], Work] = {}
         for number, job in book.jobs.items():
             if self._is_owner(event, job.request, job) or (job.blocks and not _overlap(job.blocks, given)):
                 continue
-            chain = trail.jobs.get(number)
+            chain = history.jobs.get(number)
             began = chain[0] if chain else None
             works["job", number] = Work(
                 f"store job {number}", number, job.request, job.generation, began, bool(job.blocks)
             )
         for number, load in book.loads.items():
             if not self._is_owner(event, load.request, load) and load.waiting and _overlap(load.blocks, given):
-                chain = trail.loads.get(number)
+                chain = history.loads.get(number)
                 works["load", number] = Work(
                     f"load {number}", -1, load.request, load.generation, chain[0] if chain else None, True, load=number
                 )
         for request, recv in book.recvs.items():
             if not self._is_owner(event, request, recv) and recv.missing_ranks() and _overlap(recv.blocks, given):
-                chain = trail.recvs.get(request)
+                chain = history.recvs.get(request)
                 works["transfer", recv.transfer] = Work(
                     f"recv {recv.transfer}",
                     -1,
@@ -152,7 +152,7 @@ class Poison(Verdict):
                 )
         for request, send in book.sends.items():
             if not self._is_owner(event, request, send) and send.waiting and _overlap(send.blocks, given):
-                chain = trail.sends.get(request)
+                chain = history.sends.get(request)
                 works["transfer", send.transfer] = Work(
                     f"send {send.transfer}",
                     -1,
@@ -166,14 +166,14 @@ class Poison(Verdict):
 
     def _is_owner(self, event: ev.BlocksAllocated, request: str, opened: Job | Load | Send | Recv) -> bool:
         """Return whether it is the life of the request that the work belongs to which gets the blocks."""
-        return event.request == request and self.trail.same_life(request, event.generation, opened)
+        return event.request == request and self.history.same_generation(request, event.generation, opened)
 
-    def _chain(self, key: tuple[str, int | str]) -> Chain:
+    def _chain(self, key: tuple[str, int | str]) -> EventList:
         what, name = key
         if isinstance(name, int):
-            return (self.trail.jobs if what == "job" else self.trail.loads).get(name, [])
-        transfers = (*self.trail.recvs.values(), *self.trail.sends.values())
-        found: Chain = []
+            return (self.history.jobs if what == "job" else self.history.loads).get(name, [])
+        transfers = (*self.history.recvs.values(), *self.history.sends.values())
+        found: EventList = []
         return next((chain for chain in transfers if chain and getattr(chain[0], "transfer", "") == name), found)
 
     def on_load_planned(self, event: ev.LoadPlanned) -> None:
@@ -199,7 +199,7 @@ class Poison(Verdict):
         for grant in self._grants:
             given = grant.event
             is_its_own = (given.request, given.generation) == (event.request, event.generation)
-            if is_its_own and grant.ran is None and not self.trail.came_later(event.request, given.seq):
+            if is_its_own and grant.ran is None and not self.history.is_reused_id(event.request, given.seq):
                 grant.written = None
                 if grant.numbers.issubset(numbers(event.blocks)):
                     grant.transfer = event.transfer
@@ -217,8 +217,8 @@ class Poison(Verdict):
             if (given.request, given.generation) != (event.request, event.generation):
                 continue
             # An id that comes back begins with generation 1 again, and runs on other blocks.
-            came_later = self.trail.came_later(event.request, given.seq)
-            if not came_later and self.trail.lost_since(given.seq) is None:
+            is_reused_id = self.history.is_reused_id(event.request, given.seq)
+            if not is_reused_id and self.history.lost_since(given.seq) is None:
                 grant.written = grant.written or event
                 grant.ran = grant.ran or event
 
@@ -329,14 +329,14 @@ class Poison(Verdict):
             if isinstance(event, ev.RequestPreempted)
             and (event.request, event.generation) == (work.request, work.generation)
         )
-        ended = self.trail.ended.get(work.request)
+        ended = self.history.ended_requests.get(work.request)
         if ended is not None and (ended.generation != work.generation or ended.seq > grant.event.seq):
             ended = None
         return next(preempted, ended)
 
     def _ran_in_step(self, grant: Grant) -> ev.Event | None:
         """Return the run of the new owner in the step in which it got the blocks."""
-        life = self.trail.requests.get(grant.event.request, [])
+        life = self.history.requests.get(grant.event.request, [])
         runs = [event for event in life if isinstance(event, ev.RequestScheduled | ev.RequestResumed)]
         return runs[-1] if runs and runs[-1].step == grant.event.step else None
 
@@ -502,7 +502,7 @@ def _key(event: ev.TransferStarted) -> tuple[str, int | str]:
     return "transfer", event.transfer
 
 
-def _open_calls(chain: Chain) -> list[ev.TransferStarted]:
+def _open_calls(chain: EventList) -> list[ev.TransferStarted]:
     calls: dict[Call, ev.TransferStarted] = {}
     for event in chain:
         if isinstance(event, ev.TransferStarted):

@@ -12,7 +12,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.verdicts.base import Finding, Verdict
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 
 ROUNDS = 3
 """Rounds that make a loop. Two may be chance: a key evicted twice."""
@@ -33,15 +33,15 @@ class RetryLoop(Verdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("retry_loop",)
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._rounds: dict[str, _Rounds] = {}
         self._loops: dict[str, _Rounds] = {}
         self._number = 0
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Count a round when the load failed; a load that went well ends the counting."""
-        chain = self.trail.loads[event.load]
+        chain = self.history.loads[event.load]
         planned = chain[0] if chain else None
         if not isinstance(planned, ev.LoadPlanned):
             return

@@ -20,7 +20,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
 from ledger.verdicts.base import Finding
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.rules import RuleVerdict
 from ledger.verdicts.shared.stale import RULES, Owed, Reading, any_owed, older_jobs, owed_by, whose
 from ledger.verdicts.shared.waits import with_events
@@ -64,8 +64,8 @@ class StaleCompletion(RuleVerdict):
         "and whether all ranks run the same connector."
     )
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._candidates: dict[Work, tuple[ev.RankCompleted, Owed]] = {}
         self._suspects: dict[Work, _Suspect] = {}
 
@@ -79,9 +79,9 @@ class StaleCompletion(RuleVerdict):
             del self._candidates[key]
         if event.outcome != "stored" or len(self._candidates) >= KEPT_CANDIDATES:
             return
-        jobs = older_jobs(self.trail, event)
-        owed = next((each for job in jobs if (each := owed_by(self.trail, job, event)) is not None), None)
-        if owed is not None and not _has_ended(self.trail, event):
+        jobs = older_jobs(self.history, event)
+        owed = next((each for job in jobs if (each := owed_by(self.history, job, event)) is not None), None)
+        if owed is not None and not _has_ended(self.history, event):
             self._candidates[event.job, event.rank] = (event, owed)
 
     def on_transfer_started(self, event: ev.TransferStarted) -> None:
@@ -102,16 +102,16 @@ class StaleCompletion(RuleVerdict):
         if not isinstance(event, ev.RankCompleted) or refusal.rule not in RULES:
             return
         job, rank = work = event.job, event.rank
-        older = older_jobs(self.trail, event)
+        older = older_jobs(self.history, event)
         known = self._suspects.get(work)
-        if known is not None and any_owed(self.trail, known.older, rank):
+        if known is not None and any_owed(self.history, known.older, rank):
             self._show(work, event)
             if not known.is_refused and older:
                 known.report, known.older, known.is_refused = event, older, True
         elif older:
             accepted = [
                 each
-                for each in self.trail.jobs.get(job, [])
+                for each in self.history.jobs.get(job, [])
                 if isinstance(each, ev.RankCompleted) and each.rank == rank
             ]
             first = [self._candidates.pop(work)[0]] if work in self._candidates else accepted[:1]
@@ -126,14 +126,14 @@ class StaleCompletion(RuleVerdict):
         """Return one finding for each report that was given to the wrong job, and for jobs that nobody knows."""
         yield from super().findings(end)
         for work, suspect in self._suspects.items():
-            reading = whose(self.trail, end, suspect.report, suspect.older)
+            reading = whose(self.history, end, suspect.report, suspect.older)
             if reading.owed is not None:
                 yield self._finding(work, suspect, reading.owed, reading)
 
     def _forget(self) -> None:
         """Forget the reports that were not those of older jobs: each of these has got its own."""
         for work, suspect in list(self._suspects.items()):
-            if not any_owed(self.trail, suspect.older, work[1]):
+            if not any_owed(self.history, suspect.older, work[1]):
                 del self._suspects[work]
 
     def _show(self, work: Work, event: ev.Event) -> None:
@@ -147,7 +147,7 @@ class StaleCompletion(RuleVerdict):
         if candidate is None:
             return
         completed, owed = candidate
-        if not any_owed(self.trail, (owed.job,), event.rank):
+        if not any_owed(self.history, (owed.job,), event.rank):
             del self._candidates[event.job, event.rank]
         elif event.ts_ns > completed.ts_ns and event.step > completed.step:
             del self._candidates[event.job, event.rank]
@@ -172,13 +172,13 @@ class StaleCompletion(RuleVerdict):
         self._forget()
         if work in self._suspects or len(self._suspects) >= KEPT_CANDIDATES:
             return
-        younger = self.trail.jobs.get(work[0], [])
-        registered = self.trail.jobs[older[0]][:1]
+        younger = self.history.jobs.get(work[0], [])
+        registered = self.history.jobs[older[0]][:1]
         began = registered[0].seq if registered else 0
         owner = self.state.book.jobs[older[0]].request
         preempted = [
             each
-            for each in self.trail.requests.get(owner, [])
+            for each in self.history.requests.get(owner, [])
             if isinstance(each, ev.RequestPreempted) and each.seq > began
         ]
         settled = [each for each in younger if isinstance(each, ev.JobSettled)]
@@ -216,6 +216,6 @@ class StaleCompletion(RuleVerdict):
         )
 
 
-def _has_ended(trail: Trail, event: ev.RankCompleted) -> bool:
-    chain = trail.jobs.get(event.job, [])
+def _has_ended(history: History, event: ev.RankCompleted) -> bool:
+    chain = history.jobs.get(event.job, [])
     return any(isinstance(each, ev.TransferFinished) and each.rank == event.rank for each in chain)

@@ -15,7 +15,7 @@ from typing import ClassVar
 from ledger import events as ev
 from ledger import words
 from ledger.verdicts.base import Finding, Verdict, listed
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.ends import DOWN, is_down, is_hard
 from ledger.verdicts.shared.waits import (
     STALL_SUSPECT_S,
@@ -45,8 +45,8 @@ class Stall(Verdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("stall",)
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._ignored: dict[str, ev.ReportIgnored] = {}
 
     def on_report_ignored(self, event: ev.ReportIgnored) -> None:
@@ -56,9 +56,9 @@ class Stall(Verdict):
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each sort of waits, the oldest in front."""
-        opened = waits(self.trail, end)
+        opened = waits(self.history, end)
         alike: dict[Hashable, list[Wait]] = {}
-        systematic = never_answered(self.trail, opened)
+        systematic = never_answered(self.history, opened)
         for wait in opened:
             waiting = wait.what in ("load", "recv") or (wait.what == "job" and wait.doing("in_call"))
             if wait.overdue and waiting and wait not in systematic:
@@ -77,7 +77,7 @@ class Stall(Verdict):
             if wait.what == "job" and wait not in group and set(wait.ranks) & set(first.ranks)
         ]
         holding = [*dict.fromkeys(wait.request for wait in group)]
-        blocked = {name: each for name, each in blocked_requests(self.trail, end).items() if name not in holding}
+        blocked = {name: each for name, each in blocked_requests(self.history, end).items() if name not in holding}
         told = self._told(first)
         if behind and first.doing("in_call"):
             told.append(f"jobs behind the same call: {words.listed(behind)}")
@@ -110,7 +110,7 @@ class Stall(Verdict):
 
     def _ends_of(self, group: list[Wait]) -> list[ev.Event]:
         """Return how the requests ended whose waits go on, and the answers that came and were not taken."""
-        ends = [ended[0] for wait in group if (ended := ended_request(self.trail, wait)) is not None]
+        ends = [ended[0] for wait in group if (ended := ended_request(self.history, wait)) is not None]
         ignored = [event for wait in group if (event := self._ignored.get(wait.transfer or wait.name)) is not None]
         return [*ends[:4], *ignored[:4]]
 
@@ -119,7 +119,7 @@ class Stall(Verdict):
         if group[0].what == "job":
             return
         for wait in group[:3]:
-            ended = ended_request(self.trail, wait)
+            ended = ended_request(self.history, wait)
             if ended is not None:
                 yield f"request {wait.request} {ended[1]} without its KV"
             elif wait.request in self.state.book.requests:
@@ -132,7 +132,7 @@ class Stall(Verdict):
         open_for = f"has been open for {words.span(first.open_ns)}"
         if first.what == "job":
             title = f"{name} of {request} {'may hang: it ' if doubtful else ''}{open_for}"
-        elif (ended := ended_request(self.trail, first)) is not None:
+        elif (ended := ended_request(self.history, first)) is not None:
             title = f"{name} of {request} {open_for}; the request {ended[1]}"
         else:
             title = f"{request} waits for remote KV: {name} {open_for}"
@@ -152,7 +152,11 @@ class Stall(Verdict):
     def _held(self, opened: list[Wait]) -> str:
         jobs = [wait for wait in opened if wait.what == "job"]
         pinned = self.state.pinned_blocks()
-        pool = f" of {self.trail.opened.num_blocks - 1:,}" if self.trail.opened and self.trail.opened.num_blocks else ""
+        pool = (
+            f" of {self.history.opened.num_blocks - 1:,}"
+            if self.history.opened and self.history.opened.num_blocks
+            else ""
+        )
         return f"{words.plural(len(jobs), 'open job pins', 'open jobs pin')} {pinned:,}{pool} blocks"
 
     @staticmethod
@@ -189,8 +193,8 @@ class Stall(Verdict):
         book = self.state.book
         if not book.requests or any(record.state in ("running", "loading") for record in book.requests.values()):
             return
-        suspect_ns = int(self.trail.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
-        chains = {name: chain for name in book.requests if (chain := self.trail.requests.get(name))}
+        suspect_ns = int(self.history.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
+        chains = {name: chain for name in book.requests if (chain := self.history.requests.get(name))}
         newest = {name: chain[-1] for name, chain in chains.items()}
         # As long as one of them moved a moment ago, the scheduler lives.
         if not newest or any(end.now_mono_ns - event.mono_ns < suspect_ns for event in newest.values()):

@@ -15,7 +15,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
 from ledger.verdicts.base import Finding, Verdict
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.ends import is_hard, is_near
 from ledger.verdicts.shared.rules import kind_of_rule
 
@@ -40,8 +40,8 @@ class TornLog(Verdict):
 
     kinds: ClassVar[tuple[str, ...]] = ("torn_log",)
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._telling: deque[tuple[ev.Event, str, bool]] = deque(maxlen=6)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
@@ -55,7 +55,7 @@ class TornLog(Verdict):
     on_invariant_violated = on_report_ignored = on_load_failed = on_load_recovered = _notable
 
     def _engine(self) -> str:
-        return self.trail.opened.engine if self.trail.opened is not None else "(unknown)"
+        return self.history.opened.engine if self.history.opened is not None else "(unknown)"
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the torn end, with what came just before it."""
@@ -63,7 +63,7 @@ class TornLog(Verdict):
             return
         closed = end.closed
         near = [(event, detail) for event, detail, _ in self._telling if is_near(event, end)]
-        flush_ms = self.trail.setting("flush_interval_ms", FLUSH_INTERVAL_MS)
+        flush_ms = self.history.setting("flush_interval_ms", FLUSH_INTERVAL_MS)
         error = closed.exception or "no type was recorded" if closed is not None else ""
         if closed is not None:
             title = f"the engine stopped because of an error, {error}; the log itself is whole"

@@ -15,7 +15,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.verdicts.base import Finding, listed
-from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.history import End, EventList, History
 from ledger.verdicts.shared.ends import is_hard
 from ledger.verdicts.shared.rules import RuleVerdict
 from ledger.verdicts.shared.sample import KEPT, Alike
@@ -37,7 +37,7 @@ class _Swallowed(msgspec.Struct, frozen=True):
     answer: ev.RankLoaded
     call: ev.TransferFinished
     settled: ev.LoadSettled
-    chain: Chain
+    chain: EventList
     doubt: str
 
     @property
@@ -60,15 +60,15 @@ class UnreportedFailure(RuleVerdict):
         "that rank at that time for the error."
     )
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
-        self._settled: dict[int, tuple[Chain, ev.LoadSettled]] = {}
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._settled: dict[int, tuple[EventList, ev.LoadSettled]] = {}
         self._swallowed: dict[Sort, Alike[_Swallowed]] = {}
         self._ignored: dict[str, ev.ReportIgnored] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Keep a load that went well: what shows that it did not, or made that good, may come in later."""
-        chain = self.trail.loads[event.load]
+        chain = self.history.loads[event.load]
         if event.outcome != "loaded" or not chain:
             return
         self._settled[event.load] = chain, event
@@ -92,15 +92,15 @@ class UnreportedFailure(RuleVerdict):
         yield from super().findings(end)
         swallowed = {sort: alike.copy() for sort, alike in self._swallowed.items()}
         for chain, settled in self._settled.values():
-            if _is_told(self.trail, end, chain, settled):
+            if _is_told(self.history, end, chain, settled):
                 self._take(swallowed, chain, settled)
         for alike in swallowed.values():
             yield self._answered_well(alike)
-        for wait in waits(self.trail, end):
+        for wait in waits(self.history, end):
             if wait.what in ("load", "recv") and wait.overdue and not wait.failed:
                 yield from self._silent(wait, end)
 
-    def _take(self, into: dict[Sort, Alike[_Swallowed]], chain: Chain, settled: ev.LoadSettled) -> None:
+    def _take(self, into: dict[Sort, Alike[_Swallowed]], chain: EventList, settled: ev.LoadSettled) -> None:
         """Take the answers for a load that hid a failure."""
         for answer, call in _hidden(chain):
             doubt = self._doubt(chain[0], answer.rank)
@@ -153,7 +153,7 @@ class UnreportedFailure(RuleVerdict):
 
     def _doubt(self, planned: ev.Event, rank: int) -> str:
         """Return why the last get of a rank in this log may not be its last one; empty if it is."""
-        for gap in self.trail.gaps:
+        for gap in self.history.gaps:
             if gap.seq > planned.seq and gap.origin in (f"rank {rank}", "workers"):
                 return (
                     f"{ev.lost_at(gap)}, and a later get that went well may be among them; the log of that worker "
@@ -163,7 +163,7 @@ class UnreportedFailure(RuleVerdict):
 
     def _until(self, wait: Wait) -> str:
         """Return up to where there is no report: what came after the end of the request was ignored."""
-        ended = ended_request(self.trail, wait)
+        ended = ended_request(self.history, wait)
         late = self._ignored.get(wait.transfer or wait.name)
         if late is None or ended is None or late.seq < ended[0].seq:
             return ""
@@ -230,7 +230,7 @@ class UnreportedFailure(RuleVerdict):
         )
 
 
-def _hidden(chain: Chain) -> Iterable[tuple[ev.RankLoaded, ev.TransferFinished]]:
+def _hidden(chain: EventList) -> Iterable[tuple[ev.RankLoaded, ev.TransferFinished]]:
     """Yield the answers `loaded` of ranks whose last call had failed, with that call.
 
     A rank with a call that has not returned is left out. The steps say what was before the answer: the clocks of two
@@ -251,13 +251,13 @@ def _hidden(chain: Chain) -> Iterable[tuple[ev.RankLoaded, ev.TransferFinished]]
             yield answer, last
 
 
-def _is_told(trail: Trail, end: End, chain: Chain, settled: ev.LoadSettled) -> bool:
+def _is_told(history: History, end: End, chain: EventList, settled: ev.LoadSettled) -> bool:
     """Return whether all evidence from before a load has settled would have come in when the log ends."""
     if end.how == "closed" and not is_hard(end):
         return True
     last_ns = settled.mono_ns
     if chain[-1].seq > settled.seq:  # it comes in late, so more may
-        heard_ns = trail.times.at(chain[-1].seq)
+        heard_ns = history.times.at(chain[-1].seq)
         last_ns = end.now_mono_ns if heard_ns is None else heard_ns
     return end.step - settled.step >= REPORT_STEPS and end.now_mono_ns - last_ns >= REPORT_NS
 

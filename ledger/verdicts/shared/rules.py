@@ -12,7 +12,7 @@ import msgspec
 from ledger import events as ev
 from ledger.errors import Refused
 from ledger.verdicts.base import Certainty, Finding, Verdict, listed
-from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.history import End, EventList, History
 from ledger.verdicts.shared.sample import Alike
 
 EARLY_FREE = frozenset(
@@ -83,7 +83,7 @@ class Broken(msgspec.Struct, frozen=True):
     """Why the log cannot show that the rule was broken; empty if it can."""
     before: tuple[ev.Event, ...]
     """The beginning of that job, load or transfer and its last events before; how it ended if it was over."""
-    chain: Chain
+    chain: EventList
     """The events of it, which go on as long as it is open."""
     is_report: bool = False
     """Whether a rank's report broke it, and no act of the scheduler."""
@@ -96,8 +96,8 @@ class RuleVerdict(Verdict):
     lead: ClassVar[str] = ""
     """What stands in front of the rule's own words, so that they say what is wrong; {} is whose report it was."""
 
-    def __init__(self, trail: Trail) -> None:
-        super().__init__(trail)
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
         self.rules: dict[str, Alike[Broken]] = {}
 
     @property
@@ -119,7 +119,7 @@ class RuleVerdict(Verdict):
     def take(
         self, event: ev.Event, rule: str, detail: str, is_report: bool, into: dict[str, Alike[Broken]] | None = None
     ) -> None:
-        """Keep a broken rule with what the trail knows of its job or load at this moment, or only count it."""
+        """Keep a broken rule with what the history knows of its job or load at this moment, or only count it."""
         known = (self.rules if into is None else into).setdefault(rule, Alike())
         if known.has_room:
             known.add(self._look_at(event, rule, detail, is_report))
@@ -128,8 +128,8 @@ class RuleVerdict(Verdict):
 
     def _look_at(self, event: ev.Event, rule: str, detail: str, is_report: bool) -> Broken:
         job, load = getattr(event, "job", -1), getattr(event, "load", -1)
-        trail = self.trail
-        chain = trail.jobs.get(job) or trail.loads.get(load) or trail.transfer_chain(event) or []
+        history = self.history
+        chain = history.jobs.get(job) or history.loads.get(load) or history.transfer_events(event) or []
         book, transfer = self.state.book, getattr(event, "transfer", "")
         opened = book.jobs.get(job) or book.loads.get(load)
         request = getattr(event, "request", "") or (opened.request if opened is not None else "")
@@ -141,11 +141,11 @@ class RuleVerdict(Verdict):
         else:
             blocks = getattr(event, "blocks", ())
         gap = next(
-            (gap for gap in trail.gaps if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)), None
+            (gap for gap in history.gaps if gap.origin == ev.SCHEDULER and not history.restored_after(gap.seq)), None
         )
         shown = [*chain[:1], *chain[max(len(chain) - 4, 1) :]]
         if not chain:  # it is over, and how it ended says what the late event came after
-            shown = trail.last_end(request, job, load, transfer)
+            shown = history.last_end(request, job, load, transfer)
         return Broken(
             event=event,
             rule=rule,

@@ -9,7 +9,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger.verdicts.base import Certainty
-from ledger.verdicts.history import End, Trail
+from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.waits import REPORT_NS, REPORT_STEPS
 
 RULES = ("rank_reported_twice", "job_already_settled", "unexpected_rank")
@@ -44,52 +44,52 @@ class Reading(msgspec.Struct, frozen=True):
     doubt: str = ""
 
 
-def older_jobs(trail: Trail, event: ev.RankCompleted) -> tuple[int, ...]:
+def older_jobs(history: History, event: ev.RankCompleted) -> tuple[int, ...]:
     """Return the open jobs of the request that are older than the reported one and wait for this rank, oldest first."""
-    older = [number for number in trail.jobs_of.get(_request_of(trail, event), ()) if number < event.job]
-    return tuple(number for number in older if is_owed(trail, number, event.rank))
+    older = [number for number in history.jobs_of.get(_request_of(history, event), ()) if number < event.job]
+    return tuple(number for number in older if is_owed(history, number, event.rank))
 
 
-def is_owed(trail: Trail, job: int, rank: int) -> bool:
+def is_owed(history: History, job: int, rank: int) -> bool:
     """Return whether a job waits for the report of a rank, as far as the book says."""
-    opened = trail.state.book.jobs.get(job)
+    opened = history.state.book.jobs.get(job)
     return opened is not None and rank in opened.waiting
 
 
-def any_owed(trail: Trail, jobs: Iterable[int], rank: int) -> bool:
+def any_owed(history: History, jobs: Iterable[int], rank: int) -> bool:
     """Return whether one of some jobs waits for the report of a rank, as far as the book says."""
-    return any(is_owed(trail, job, rank) for job in jobs)
+    return any(is_owed(history, job, rank) for job in jobs)
 
 
-def owed_by(trail: Trail, job: int, report: ev.RankCompleted) -> Owed | None:
+def owed_by(history: History, job: int, report: ev.RankCompleted) -> Owed | None:
     """Return a job that waits for a rank which had finished it before a report; None if it had not, or did not show it.
 
     The steps say what was before: clocks of two hosts do not.
     """
-    chain = trail.jobs.get(job, [])
+    chain = history.jobs.get(job, [])
     calls = [each for each in chain if isinstance(each, ev.TransferStarted) and each.rank == report.rank]
     ends = [each for each in chain if isinstance(each, ev.TransferFinished) and each.rank == report.rank]
     if not ends or len(ends) < len(calls) or any(each.step > report.step for each in ends):
         return None
-    opened = trail.state.book.jobs[job]
+    opened = history.state.book.jobs[job]
     return Owed(job, opened.request, opened.generation, chain[0], ends[-1])
 
 
-def whose(trail: Trail, end: End, report: ev.RankCompleted, older: tuple[int, ...]) -> Reading:
+def whose(history: History, end: End, report: ev.RankCompleted, older: tuple[int, ...]) -> Reading:
     """Return whose report it was.
 
     Args:
-        trail: as it is at the end of the log.
+        history: as it is at the end of the log.
         end: that end.
         report: a report that its own job did not owe.
         older: the older jobs that waited for a report of that rank when it came.
     """
-    waiting = [number for number in older if is_owed(trail, number, report.rank)]
+    waiting = [number for number in older if is_owed(history, number, report.rank)]
     if not waiting:  # each has got its own, so this was none of theirs
         return Reading()
-    owed = next((each for number in waiting if (each := owed_by(trail, number, report)) is not None), None)
+    owed = next((each for number in waiting if (each := owed_by(history, number, report)) is not None), None)
     job = owed.job if owed is not None else waiting[0]
-    lost = _lost(trail, job, report)
+    lost = _lost(history, job, report)
     if lost:
         return Reading(owed, "undecidable", lost)
     if end.step - report.step >= REPORT_STEPS and end.now_mono_ns - report.mono_ns >= REPORT_NS:
@@ -101,14 +101,14 @@ def whose(trail: Trail, end: End, report: ev.RankCompleted, older: tuple[int, ..
     return Reading(owed, "suspected", f"the log ends before {why}")
 
 
-def _lost(trail: Trail, job: int, report: ev.RankCompleted) -> str:
+def _lost(history: History, job: int, report: ev.RankCompleted) -> str:
     """Return why the log does not show whether a report was that of an older job that waits; empty if it does."""
     rank = report.rank
-    if not trail.evidence_is_on():
+    if not history.evidence_is_on():
         return f"what rank {rank} did is not recorded; if it had finished job {job}, this was the report of that"
-    since_seq = trail.state.book.jobs[job].since_seq
-    for gap in trail.gaps:
-        of_scheduler = gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq)
+    since_seq = history.state.book.jobs[job].since_seq
+    for gap in history.gaps:
+        of_scheduler = gap.origin == ev.SCHEDULER and not history.restored_after(gap.seq)
         if gap.seq <= since_seq or not (of_scheduler or gap.origin in (f"rank {rank}", "workers")):
             continue
         lost = ev.lost_at(gap)
@@ -118,6 +118,6 @@ def _lost(trail: Trail, job: int, report: ev.RankCompleted) -> str:
     return ""
 
 
-def _request_of(trail: Trail, event: ev.RankCompleted) -> str:
-    job = trail.state.book.jobs.get(event.job)
-    return job.request if job is not None else trail.request_of_ended_job(event.job)
+def _request_of(history: History, event: ev.RankCompleted) -> str:
+    job = history.state.book.jobs.get(event.job)
+    return job.request if job is not None else history.request_of_ended_job(event.job)

@@ -18,7 +18,7 @@ from ledger import words
 from ledger.blocks import Blocks
 from ledger.state.records import Job, Load, Recv, Send
 from ledger.verdicts.base import Certainty
-from ledger.verdicts.history import Chain, End, Trail
+from ledger.verdicts.history import End, EventList, History
 
 STALL_SUSPECT_S = 60.0
 """The engine's own default of `stall_suspect_s`: what is open for longer is no longer in flight."""
@@ -89,7 +89,7 @@ class Wait(msgspec.Struct, frozen=True):
     quarantined: bool
     overdue: bool
     blind: str
-    chain: Chain
+    chain: EventList
 
     @property
     def name(self) -> str:
@@ -118,14 +118,14 @@ class Wait(msgspec.Struct, frozen=True):
         return [view for view in self.missing if view.doing in states]
 
 
-def waits(trail: Trail, end: End) -> list[Wait]:
+def waits(history: History, end: End) -> list[Wait]:
     """Return all that is open at the end, oldest first."""
-    book = trail.state.book
-    suspect_ns = int(trail.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
-    found = [_of_job(trail, end, number, job, suspect_ns) for number, job in book.jobs.items()]
-    found += [_of_load(trail, end, number, load, suspect_ns) for number, load in book.loads.items()]
-    found += [_of_send(trail, end, request, send, suspect_ns) for request, send in book.sends.items()]
-    found += [_of_recv(trail, end, request, recv, suspect_ns) for request, recv in book.recvs.items()]
+    book = history.state.book
+    suspect_ns = int(history.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
+    found = [_of_job(history, end, number, job, suspect_ns) for number, job in book.jobs.items()]
+    found += [_of_load(history, end, number, load, suspect_ns) for number, load in book.loads.items()]
+    found += [_of_send(history, end, request, send, suspect_ns) for request, send in book.sends.items()]
+    found += [_of_recv(history, end, request, recv, suspect_ns) for request, recv in book.recvs.items()]
     return sorted(found, key=lambda wait: wait.since_seq)
 
 
@@ -198,17 +198,17 @@ class Blocked(msgspec.Struct, frozen=True):
     last: ev.Event
 
 
-def blocked_requests(trail: Trail, end: End) -> dict[str, Blocked]:
+def blocked_requests(history: History, end: End) -> dict[str, Blocked]:
     """Return the requests that wait to run and hold nothing, by name.
 
     They may be stuck behind work that holds the blocks. One that has only just come is not among them.
     """
     blocked: dict[str, Blocked] = {}
-    for name, record in trail.state.book.requests.items():
-        chain = trail.requests.get(name)
+    for name, record in history.state.book.requests.items():
+        chain = history.requests.get(name)
         if record.state in ("queued", "preempted") and chain:
             since = next((event.mono_ns for event in chain if event.seq == record.since_seq), None)
-            since = trail.times.at(record.since_seq) if since is None else since
+            since = history.times.at(record.since_seq) if since is None else since
             waited_ns = 0 if since is None else end.now_mono_ns - since
             if waited_ns >= BLOCKED_NS:
                 blocked[name] = Blocked(waited_ns, chain[-1])
@@ -236,12 +236,14 @@ def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev
     return tuple(found[seq] for seq in sorted(found))
 
 
-def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
+def ended_request(history: History, wait: Wait) -> tuple[ev.Event, str] | None:
     """Return how the request of a job, load or recv ended while that was open, and that in words; None if it did not.
 
     An id may have come back since.
     """
-    ended = trail.ended_under.get(("transfer", wait.transfer) if wait.transfer else (wait.what, wait.number))
+    ended = history.request_end_while_open.get(
+        ("transfer", wait.transfer) if wait.transfer else (wait.what, wait.number)
+    )
     if ended is None:
         return None
     verb = "was aborted" if isinstance(ended, ev.RequestAborted) else "ended"
@@ -249,13 +251,13 @@ def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
     return ended, f"{verb}{after}"
 
 
-def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
+def never_answered(history: History, opened: Sequence[Wait]) -> list[Wait]:
     """Return the overdue waits for ranks that answered nothing in the whole log, if two or more miss the same ranks.
 
     Ranks that are inside a call, or whose call failed, are left out: that call, and no system, is why they do not
     answer. And there are none if the log has lost events among which answers may be.
     """
-    if lost_answers(trail):
+    if lost_answers(history):
         return []
     called = {view.rank for wait in opened for view in wait.missing if view.doing == "in_call" or view.failed}
     alike: dict[tuple[int, ...], list[Wait]] = {}
@@ -263,18 +265,18 @@ def never_answered(trail: Trail, opened: Sequence[Wait]) -> list[Wait]:
         ranks = wait.ranks
         if wait.what not in ("job", "load") or not wait.overdue or not ranks:
             continue
-        if not any(rank in trail.answered or rank in called for rank in ranks):
+        if not any(rank in history.answered or rank in called for rank in ranks):
             alike.setdefault(ranks, []).append(wait)
     return [wait for group in alike.values() if len(group) > 1 for wait in group]
 
 
-def lost_answers(trail: Trail) -> str:
+def lost_answers(history: History) -> str:
     """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
-    lost = trail.lost_since(0)
+    lost = history.lost_since(0)
     return f"{ev.lost_at(lost)}, answers perhaps too" if lost is not None else ""
 
 
-def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
+def report_is_lost(history: History, end: End, view: RankView) -> bool:
     """Return whether a call failed so long ago, in steps and in time, that the rank's report would have come.
 
     A call that went well may be followed by another one for the same work, so only a failed one counts.
@@ -282,34 +284,34 @@ def report_is_lost(trail: Trail, end: End, view: RankView) -> bool:
     last = view.last
     if last is None or not view.failed:
         return False
-    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - _heard_ns(trail, end, last) >= REPORT_NS
+    return end.step - last.step >= REPORT_STEPS and end.now_mono_ns - _heard_ns(history, end, last) >= REPORT_NS
 
 
-def _heard_ns(trail: Trail, end: End, event: ev.Event) -> int:
+def _heard_ns(history: History, end: End, event: ev.Event) -> int:
     """Return when an event had reached the scheduler, by the scheduler's monotonic clock, in nanoseconds."""
     if event.source == ev.SCHEDULER:
         return event.mono_ns
-    heard_ns = trail.times.at(event.seq)
+    heard_ns = history.times.at(event.seq)
     return end.now_mono_ns if heard_ns is None else heard_ns
 
 
-def _is_overtaken(trail: Trail, end: End, number: int, chain: Chain, view: RankView) -> bool:
+def _is_overtaken(history: History, end: End, number: int, chain: EventList, view: RankView) -> bool:
     """Return whether the rank has long since reported a job that was registered later.
 
     A rank works its jobs off in the order in which they come, so it owes no report of an earlier one any more, unless
     it is inside a call for it.
     """
-    later = trail.reported.get(view.rank)
+    later = history.reported.get(view.rank)
     if later is None or later.job <= number or not chain or view.doing not in ("ended", "silent"):
         return False
     since = view.last if view.last is not None else chain[0]
-    return later.step - since.step >= REPORT_STEPS and later.mono_ns - _heard_ns(trail, end, since) >= REPORT_NS
+    return later.step - since.step >= REPORT_STEPS and later.mono_ns - _heard_ns(history, end, since) >= REPORT_NS
 
 
-def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
-    chain = trail.jobs.get(number, [])
+def _of_job(history: History, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
+    chain = history.jobs.get(number, [])
     open_ns = max(end.now_mono_ns - job.since_mono_ns, 0)
-    missing = tuple(_view(trail, chain, rank, job.since_seq) for rank in job.waiting)
+    missing = tuple(_view(history, chain, rank, job.since_seq) for rank in job.waiting)
     return Wait(
         what="job",
         number=number,
@@ -327,14 +329,16 @@ def _of_job(trail: Trail, end: End, number: int, job: Job, suspect_ns: int) -> W
         quarantined=job.quarantined,
         overdue=job.suspected
         or open_ns >= suspect_ns
-        or any(report_is_lost(trail, end, view) or _is_overtaken(trail, end, number, chain, view) for view in missing),
-        blind=_blind(trail, job.since_seq, job.waiting),
+        or any(
+            report_is_lost(history, end, view) or _is_overtaken(history, end, number, chain, view) for view in missing
+        ),
+        blind=_blind(history, job.since_seq, job.waiting),
         chain=chain,
     )
 
 
-def _of_load(trail: Trail, end: End, number: int, load: Load, suspect_ns: int) -> Wait:
-    chain = trail.loads.get(number, [])
+def _of_load(history: History, end: End, number: int, load: Load, suspect_ns: int) -> Wait:
+    chain = history.loads.get(number, [])
     open_ns = max(end.now_mono_ns - load.since_mono_ns, 0)
     return Wait(
         what="load",
@@ -346,20 +350,20 @@ def _of_load(trail: Trail, end: End, number: int, load: Load, suspect_ns: int) -
         open_ns=open_ns,
         deadline_ns=0,
         blocks=load.blocks,
-        missing=tuple(_view(trail, chain, rank, load.since_seq) for rank in load.waiting),
+        missing=tuple(_view(history, chain, rank, load.since_seq) for rank in load.waiting),
         answered=tuple(sorted(load.outcomes)),
         begun=bool(load.ranks),
         failed=load.failed,
         quarantined=False,
         # A failed get may be tried again after a pause, so for a load only time tells.
         overdue=load.suspected or open_ns >= suspect_ns,
-        blind=_blind(trail, load.since_seq, load.waiting),
+        blind=_blind(history, load.since_seq, load.waiting),
         chain=chain,
     )
 
 
-def _of_send(trail: Trail, end: End, request: str, send: Send, suspect_ns: int) -> Wait:
-    chain = trail.sends.get(request, [])
+def _of_send(history: History, end: End, request: str, send: Send, suspect_ns: int) -> Wait:
+    chain = history.sends.get(request, [])
     open_ns = max(end.now_mono_ns - send.since_mono_ns, 0)
     return Wait(
         what="send",
@@ -371,23 +375,23 @@ def _of_send(trail: Trail, end: End, request: str, send: Send, suspect_ns: int) 
         open_ns=open_ns,
         deadline_ns=send.timeout_ns,
         blocks=send.blocks,
-        missing=tuple(_view(trail, chain, rank, send.since_seq) for rank in send.waiting),
+        missing=tuple(_view(history, chain, rank, send.since_seq) for rank in send.waiting),
         answered=tuple(sorted(send.outcomes)),
         begun=send.phase != "registered",
         failed=False,
         quarantined=send.quarantined,
         # Until the prompt is computed nothing is held for the send, so nothing is late.
         overdue=send.phase != "registered" and (send.suspected or open_ns >= suspect_ns),
-        blind=_blind(trail, send.since_seq, send.waiting),
+        blind=_blind(history, send.since_seq, send.waiting),
         chain=chain,
     )
 
 
-def _of_recv(trail: Trail, end: End, request: str, recv: Recv, suspect_ns: int) -> Wait:
-    chain = trail.recvs.get(request, [])
+def _of_recv(history: History, end: End, request: str, recv: Recv, suspect_ns: int) -> Wait:
+    chain = history.recvs.get(request, [])
     open_ns = max(end.now_mono_ns - recv.since_mono_ns, 0)
     ranks = recv.missing_ranks()
-    missing = tuple(_view(trail, chain, rank, recv.since_seq) for rank in ranks)
+    missing = tuple(_view(history, chain, rank, recv.since_seq) for rank in ranks)
     reported = any(outcome != "ok" for _, _, outcome in recv.outcomes) and not recv.failed
     return Wait(
         what="recv",
@@ -407,23 +411,23 @@ def _of_recv(trail: Trail, end: End, request: str, recv: Recv, suspect_ns: int) 
         overdue=recv.suspected
         or open_ns >= suspect_ns
         or (
-            (reported or any(report_is_lost(trail, end, view) for view in missing))
-            and _settled_long_ago(trail, end, chain)
+            (reported or any(report_is_lost(history, end, view) for view in missing))
+            and _settled_long_ago(history, end, chain)
         ),
-        blind=_blind(trail, recv.since_seq, ranks),
+        blind=_blind(history, recv.since_seq, ranks),
         chain=chain,
     )
 
 
-def _settled_long_ago(trail: Trail, end: End, chain: Sequence[ev.Event]) -> bool:
+def _settled_long_ago(history: History, end: End, chain: Sequence[ev.Event]) -> bool:
     failures = [event for event in chain if getattr(event, "outcome", "ok") not in ("ok", "loaded")]
     return bool(failures) and (
         end.step - failures[-1].step >= REPORT_STEPS
-        and end.now_mono_ns - _heard_ns(trail, end, failures[-1]) >= REPORT_NS
+        and end.now_mono_ns - _heard_ns(history, end, failures[-1]) >= REPORT_NS
     )
 
 
-def _view(trail: Trail, chain: Sequence[ev.Event], rank: int, since_seq: int) -> RankView:
+def _view(history: History, chain: Sequence[ev.Event], rank: int, since_seq: int) -> RankView:
     calls: dict[tuple[str, str], ev.TransferStarted] = {}
     ended: ev.TransferFinished | None = None
     for event in chain:
@@ -436,19 +440,19 @@ def _view(trail: Trail, chain: Sequence[ev.Event], rank: int, since_seq: int) ->
         return RankView(rank, "in_call", next(iter(calls.values())))
     if ended is not None:
         return RankView(rank, "ended", ended)
-    hidden = not trail.evidence_is_on() or any(
-        gap.seq > since_seq and gap.origin in (f"rank {rank}", "workers") for gap in trail.gaps
+    hidden = not history.evidence_is_on() or any(
+        gap.seq > since_seq and gap.origin in (f"rank {rank}", "workers") for gap in history.gaps
     )
     return RankView(rank, "unknown" if hidden else "silent")
 
 
-def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> str:
+def _blind(history: History, since_seq: int, missing: Sequence[int]) -> str:
     origins = {f"rank {rank}" for rank in missing} | {"workers"}
-    for gap in trail.gaps:
+    for gap in history.gaps:
         if gap.seq <= since_seq:
             continue
         lost = ev.lost_at(gap)
-        if gap.origin == ev.SCHEDULER and not trail.restored_after(gap.seq):
+        if gap.origin == ev.SCHEDULER and not history.restored_after(gap.seq):
             return lost
         if gap.origin in origins:
             return f"{lost}, so what {words.ranks(missing)} did is not known; the log of that worker would decide"

@@ -79,8 +79,8 @@ def test_what_a_kind_declares_is_not_written():
 
 
 def test_the_history_of_the_work_that_it_is_about_has_a_new_kind():
-    trail = Replay().feed(DECODE).result().trail
-    assert DECODE[3] in trail.recvs["R"]
+    history = Replay().feed(DECODE).result().history
+    assert DECODE[3] in history.recvs["R"]
 
 
 def test_the_history_forgets_it_with_the_work():
@@ -90,8 +90,8 @@ def test_the_history_forgets_it_with_the_work():
         (ev.RecvSettled, {"transfer": "x1", "request": "R", "outcome": "failed"}),
     )
     replay = Replay().feed([*DECODE[:4], *settled])
-    assert replay.trail.recvs == {}
-    assert replay.trail.over["transfer", "x1"].event == settled[-1]
+    assert replay.history.recvs == {}
+    assert replay.history.ended_work["transfer", "x1"].event == settled[-1]
 
 
 def test_why_tells_a_new_kind_that_turns_the_life_of_its_request():

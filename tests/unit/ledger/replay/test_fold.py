@@ -13,7 +13,7 @@ from ledger.replay.select import Interest, Moment, Watch
 from ledger.state.apply import State
 from ledger.verdicts import all_verdicts
 from ledger.verdicts.base import Verdict
-from ledger.verdicts.history import EXACT_NS, KEPT_TIMES, Times, Trail
+from ledger.verdicts.history import EXACT_NS, KEPT_TIMES, History, Times
 from tests.incidents.script import START_TS_NS, Script
 
 
@@ -49,7 +49,7 @@ def test_a_log_may_come_in_any_number_of_pieces():
         fold.feed([event])
     pieces = fold.result()
     assert pieces.state.digest() == whole.state.digest()
-    assert msgspec.to_builtins(pieces.story.kinds) == whole.story.kinds
+    assert msgspec.to_builtins(pieces.stats.kinds) == whole.stats.kinds
     assert pieces.end == whole.end
 
 
@@ -73,7 +73,7 @@ def test_verdicts_see_what_was_accepted_after_the_state_and_what_was_refused_apa
             seen.append(f"rank {event.rank} reported, waiting {self.state.book.jobs[0].waiting}")
 
         def on_blocks_freed(self, event: ev.BlocksFreed) -> None:
-            kinds = [ev.kind_of(each) for each in self.trail.jobs[event.job]]
+            kinds = [ev.kind_of(each) for each in self.history.jobs[event.job]]
             seen.append(f"freed {event.job}, in the book: {event.job in self.state.book.jobs}, led by {kinds[0]}")
 
         def refused(self, event: ev.Event, refusal: Refused) -> None:
@@ -132,8 +132,8 @@ def test_memory_of_the_trail_goes_back_to_what_is_open():
         log.stores(number, f"R{number}", blocks=(1, 4), keys="abcd")
         log.recalls(number, f"R{number}", blocks=(1, 4), keys="abcd")
         log.finishes(f"R{number}")
-    trail = replay(log.closes().events).trail
-    assert (trail.jobs, trail.loads, trail.requests) == ({}, {}, {})
+    history = replay(log.closes().events).history
+    assert (history.jobs, history.loads, history.requests) == ({}, {}, {})
 
 
 def test_the_trail_of_a_request_that_is_preempted_for_ever_stays_small():
@@ -142,10 +142,10 @@ def test_the_trail_of_a_request_that_is_preempted_for_ever_stays_small():
     for generation in range(1, 1000):
         log.preempts("R", generation)
         log.resumes("R", generation + 1)
-    trail = replay(log.events, "live").trail
-    assert len(trail.requests["R"]) <= 200
-    assert trail.requests["R"][0] == log.events[1]
-    assert trail.requests["R"][-1] == log.events[-1]
+    history = replay(log.events, "live").history
+    assert len(history.requests["R"]) <= 200
+    assert history.requests["R"][0] == log.events[1]
+    assert history.requests["R"][-1] == log.events[-1]
 
 
 def test_the_time_of_a_place_is_never_too_early_and_costs_a_fixed_memory():
@@ -176,7 +176,7 @@ def test_every_kind_of_event_can_be_looked_at():
 
 
 def test_every_method_of_a_verdict_names_a_kind_of_event():
-    for looker in (Trail, *all_verdicts()):
+    for looker in (History, *all_verdicts()):
         for name in vars(looker):
             assert not name.startswith("on_") or name.removeprefix("on_") in ev.KINDS, f"{looker.__name__}.{name}"
 

@@ -12,7 +12,7 @@ from ledger.replay.incidents import grouped
 from ledger.state.apply import State
 from ledger.verdicts import poison
 from ledger.verdicts.base import Finding
-from ledger.verdicts.history import KEPT_OVER
+from ledger.verdicts.history import KEPT_ENDED
 from ledger.verdicts.poison import Poison
 from tests.incidents.script import Script
 
@@ -977,7 +977,7 @@ def test_a_load_outlives_the_life_of_its_request_that_it_was_for(second_life_end
 
 def test_how_a_request_ended_is_remembered_as_long_as_its_load_is_open():
     log = comes_again_while_its_load_is_open()
-    for number in range(2 * KEPT_OVER + 1):
+    for number in range(2 * KEPT_ENDED + 1):
         log.runs(f"Q{number}")
         log.finishes(f"Q{number}")
     finding = replay(log.closes().events).findings[0]
