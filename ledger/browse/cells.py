@@ -23,7 +23,7 @@ SHOWN_ITEMS = 6
 """Items of a list that are shown; a finding may name hundreds of requests."""
 
 SHOWN_CHARACTERS = 16
-"""Of a request's id, whose beginning tells it from others; the whole id is in the tooltip and the address."""
+"""Of a request's id, whose beginning distinguishes it from others; the whole id is in the tooltip and the address."""
 
 SHOWN_JSON_CHARACTERS = 2_048
 """Of an event's JSON: as much as Datasette itself shows of a cell."""

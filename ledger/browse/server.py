@@ -44,7 +44,7 @@ def browse(
     ready: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Serve a sealed copy of a log until the program is told to end, by SIGINT, SIGTERM or SIGHUP.
+    """Serve a sealed copy of a log until a signal ends the program: SIGINT, SIGTERM or SIGHUP.
 
     Args:
         port: 0 for any that is free.
@@ -80,7 +80,7 @@ def make_copy(path: Path, folder: Path, progress: Progress | None = None) -> Pat
         total, sealed = log.last_seq, log.sealed
         copy = folder / f"{database_name(path)}.db"
 
-        def tell(events: int) -> None:
+        def advance(events: int) -> None:
             # Two passes over the log: sealing, and the fold.
             if progress is not None:
                 progress(path, events, 2 * total)
@@ -89,8 +89,8 @@ def make_copy(path: Path, folder: Path, progress: Progress | None = None) -> Pat
             if sealed:
                 log.copy(copy)
             else:
-                seal(path, copy, tell)
-            extras.add(copy, lambda events: tell(total + events))
+                seal(path, copy, advance)
+            extras.add(copy, lambda events: advance(total + events))
         except (OSError, sqlite3.Error, LedgerNotWritable) as error:
             reason = explain(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise LedgerNotWritable(

@@ -2,5 +2,5 @@
 
 commands   parses, calls the library, prints
 types      what an argument names: a moment, a block, a job
-terminal   streams, widths, progress, and what is said of an error
+terminal   streams, widths, progress, and the message of each error
 """

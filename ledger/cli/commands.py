@@ -1,6 +1,6 @@
 """The command line: parses, calls the library, prints. Whatever a command does, a function of the library does it.
 
-How it is printed, and what is said of an error, is in `ledger.cli.terminal`.
+How it is printed, and the message of each error, is in `ledger.cli.terminal`.
 
 Exit status: 0 nothing wrong, 1 findings or a file that was changed after it was sealed, 2 wrong usage or output that
 cannot be written, 3 a file cannot be read, 130 interrupted, 141 the reader of the output left before the rest was
@@ -233,8 +233,8 @@ def minimize(file: Path, kind: str, output: Path) -> int:
     from ledger.replay.case import replay_files
 
     with progress_bar() as progress:
-        tell = None if progress is None else partial(_tell_trials, progress, file)
-        smaller = minimize_file(file, kind, output, tell)
+        show = None if progress is None else partial(_show_trials, progress, file)
+        smaller = minimize_file(file, kind, output, show)
     if smaller is None:
         kinds = sorted({finding.kind for _, finding in replay_files([file]).findings})
         has = f"it has: {', '.join(kinds)}" if kinds else "nothing wrong was found in it"
@@ -474,8 +474,8 @@ def _index_of(name: str, logs: list[Path]) -> int:
     return named[0]
 
 
-def _tell_trials(progress: Progress, path: Path, trials: int, left: int) -> None:
-    """Tell how far a search is of which nobody knows the length: by its trials."""
+def _show_trials(progress: Progress, path: Path, trials: int, left: int) -> None:
+    """Show by its trials how far a search is whose length nobody knows."""
     progress(path, trials, 0)
 
 

@@ -1,7 +1,9 @@
-"""Where the command line meets the terminal: streams, widths, progress, and what is said of an error, with its status.
+"""Where the command line meets the terminal: streams, widths, progress, and the message and status of each error.
 
 What is at the other end may be closed, full, or gone in the middle of an answer; none of it is a fault of kvledger's.
-This file knows streams and errors, and no command.
+Python and click have answers of their own to these: a traceback below the report, status 120, status 1 (which means
+findings here), or a log that gets the number of a closed stdout and is written into. A check in CI or a pipe to `head`
+would act on any of them, so this file handles each. It knows streams and errors, and no command.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ def explain(error: BaseException) -> int:
     """Say in one line what went wrong, and return the status that it has."""
     match error:
         case click.exceptions.NoArgsIsHelpError():
-            return tell(error.format_message(), USAGE)
+            return write_error(error.format_message(), USAGE)
         case click.UsageError():
             command = error.ctx.command_path if error.ctx is not None else "kvledger"
             message = error.format_message()
@@ -61,10 +63,10 @@ _NOT_TAKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 def complain(message: str, status: int) -> int:
     """Write one line to stderr, whatever the message holds, and return the status."""
     line = words.escaped(" ".join(message.split()))
-    return tell(f"kvledger: {line}", status)
+    return write_error(f"kvledger: {line}", status)
 
 
-def tell(text: str, status: int) -> int:
+def write_error(text: str, status: int) -> int:
     """Write to stderr, if anybody listens, and return the status."""
     try:
         sys.stderr.write(text + "\n")
@@ -146,7 +148,7 @@ def print_json(data: Any) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Generator[Progress | None]:
-    """Give something to tell progress to: a line on a terminal, nothing when piped."""
+    """Give what shows progress: a line on a terminal, nothing when stderr is piped."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -27,7 +27,10 @@ logger = logging.getLogger("kvledger")
 class Database:
     """The file of one log, and the only connection that writes it.
 
-    A file that somebody removes under the writer is put back whole: the open connection still has it.
+    A file that somebody removes or moves while it is written is put back whole, with a warning: until then the open
+    connection is the only copy. That may surprise whoever removed it. Without it, a clean-up job would end the audit of
+    an engine that serves on for weeks, and nobody would notice before the incident. A file that has taken the name
+    meanwhile is never overwritten.
     """
 
     def __init__(self, path: Path) -> None:

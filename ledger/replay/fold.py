@@ -1,4 +1,4 @@
-"""The fold: the events of a log through the very code that the engine ran, with all verdicts looking on.
+"""The fold: the events of a log through the very code that the engine ran, with all verdicts watching.
 
 `Replay` takes events in the order of the log, from a file or from a list, and answers with a `Result`. An event that
 the book refuses does not stop it: the state stays as it is, and the refusal is evidence. At each checkpoint the digest
@@ -266,7 +266,7 @@ def until(
 
 
 def _telling(tail: list[ev.AnyEvent]) -> tuple[ev.AnyEvent, ...]:
-    """Return the last events that tell something: of signs of life in a row, the last one."""
+    """Return the last events that matter: of consecutive signs of life, the last one."""
     kept = [
         event
         for event, following in zip(tail, [*tail[1:], None], strict=True)
