@@ -20,7 +20,7 @@ from connector.store.save_planner import SavePlanner
 from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, Reports
 from ledger.codes import KVCacheErrorCode, Stage
 from ledger.errors import KVTransferError
-from tests.unit.log_files import logged
+from tests.support.log_files import logged
 
 
 def test_a_loads_report_goes_with_vllms_own_answer_and_not_before_it():

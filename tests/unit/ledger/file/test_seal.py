@@ -12,7 +12,7 @@ from ledger.errors import FileCorrupt, FileMissing, FileNewer, LedgerFileError, 
 from ledger.file import migrate, schema, sqlite
 from ledger.file.read import open_log
 from ledger.file.seal import KEPT_PROBLEMS, seal, verify
-from tests.unit.log_files import (
+from tests.support.log_files import (
     append_requests,
     append_work,
     changed,
