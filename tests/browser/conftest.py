@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, Page, Request, Response, sync_playwright
 
-from tests.browsed import eventful_log
+from tests.support.browsed import eventful_log
 from tools import lock
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 from playwright.sync_api import Dialog, Page, expect
 
 from ledger.browse.queries import QUERIES
-from tests.browsed import HANGING_JOB, NASTY
 from tests.browser import fonts
 from tests.browser.conftest import Served
+from tests.support.browsed import HANGING_JOB, NASTY
 
 ROWS = "table.rows-and-columns tbody tr"
 

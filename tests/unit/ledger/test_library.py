@@ -11,7 +11,7 @@ import pytest
 
 import ledger
 from ledger import events as ev
-from tests.unit.log_files import ROOT, writing
+from tests.support.log_files import ROOT, writing
 
 PAGE = ROOT / "docs" / "library.md"
 

@@ -21,7 +21,7 @@ from ledger import events as ev
 from ledger.live.log import Log
 from ledger.settings import parse
 from ledger.state.apply import State
-from tests.unit.log_files import logged
+from tests.support.log_files import logged
 
 WAIT_S = 20.0
 

@@ -8,7 +8,7 @@ from connector.runtime import failure_log
 from connector.runtime.failure_log import FailureLog, open_failure_log
 from connector.runtime.failures import Failure
 from ledger.codes import KVCacheErrorCode, Stage
-from tests.unit.log_files import logged
+from tests.support.log_files import logged
 
 A_FAILURE = Failure(KVCacheErrorCode.UNKNOWN, "", Stage.STORE_PUT)
 

@@ -11,7 +11,7 @@ from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.errors import InvariantViolation, SettingsError
 from ledger.state.apply import State
-from tests.unit.log_files import logged
+from tests.support.log_files import logged
 from tools.plain_scheduler import BLOCK_SIZE, PlainScheduler, jobs_of
 
 Make = Callable[..., "Recorded"]

@@ -16,7 +16,7 @@ from connector.store.metadata import JobReport, LoadReport
 from connector.store.recording_store import RecordingStore, StoreWork
 from connector.store.stats import FAILURES, LedgerStoreStats
 from connector.store.worker import LedgerSendingThread, LedgerStoreWorker, StoreOutbox
-from tests.unit.log_files import logged
+from tests.support.log_files import logged
 
 
 def test_a_loads_report_goes_with_vllms_own_answer_and_not_before_it():

@@ -25,10 +25,10 @@ from ledger.codes import CODES
 from ledger.file import schema
 from ledger.file.seal import seal
 from ledger.replay.fold import Replay
-from tests.browsed import FAILED_LOAD, HANGING_JOB, NASTY, PUT_JOB, eventful, eventful_log
 from tests.incidents.script import Script
-from tests.strategies import events
-from tests.unit.log_files import logged
+from tests.support.browsed import FAILED_LOAD, HANGING_JOB, NASTY, PUT_JOB, eventful, eventful_log
+from tests.support.log_files import logged
+from tests.support.strategies import events
 
 PARAMETERS = {"request_story": "?request=cmpl-2", "block_story": "?group=0&block=10"}
 

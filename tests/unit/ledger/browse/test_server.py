@@ -18,8 +18,8 @@ from ledger.cli import commands as cli
 from ledger.errors import LedgerNotWritable
 from ledger.file.seal import seal
 from ledger.file.verify import verify
-from tests.browsed import eventful, eventful_log
-from tests.unit.log_files import append_requests, small_disk, torn_log, writing
+from tests.support.browsed import eventful, eventful_log
+from tests.support.log_files import append_requests, small_disk, torn_log, writing
 
 ROOT = Path(__file__).parents[4]
 

@@ -25,7 +25,7 @@ from ledger.replay.select import Moment
 from ledger.report.layout import WIDTH
 from ledger.verdicts.base import PUBLIC_FIELDS
 from tests.incidents.script import Script, save
-from tests.unit.log_files import changed
+from tests.support.log_files import changed
 
 COMMAND = (sys.executable, "-m", "ledger")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}

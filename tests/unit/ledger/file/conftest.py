@@ -3,7 +3,7 @@
 import pytest
 
 from ledger.file.seal import seal
-from tests.unit.log_files import closed_log
+from tests.support.log_files import closed_log
 
 
 @pytest.fixture

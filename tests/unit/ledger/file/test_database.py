@@ -9,14 +9,7 @@ from ledger import events as ev
 from ledger.file import sqlite
 from ledger.file.database import Database
 from ledger.file.read import open_log
-from tests.unit.log_files import (
-    append_requests,
-    append_transfers,
-    closed_log,
-    contents,
-    logged,
-    writing,
-)
+from tests.support.log_files import append_requests, append_transfers, closed_log, contents, logged, writing
 
 
 def stored(path) -> list[ev.Event]:

@@ -3,11 +3,7 @@
 import os
 
 from ledger.file.live_mark import is_live
-from tests.unit.log_files import (
-    append_requests,
-    running_engine,
-    writing,
-)
+from tests.support.log_files import append_requests, running_engine, writing
 
 
 def test_the_sign_of_a_live_log_goes_with_its_process(tmp_path):

@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 from ledger.errors import FileNewer
 from ledger.file import migrate, schema, sqlite
 from ledger.file.read import open_log
-from tests.unit.log_files import ROOT, closed_log, contents
+from tests.support.log_files import ROOT, closed_log, contents
 
 LINES = {"log": migrate.LOG, "sealed": migrate.SEALED}
 

@@ -15,7 +15,7 @@ from ledger.file import read as reader
 from ledger.file import schema, sqlite
 from ledger.file.database import Database
 from ledger.file.read import open_log
-from tests.unit.log_files import (
+from tests.support.log_files import (
     append_requests,
     append_transfers,
     changed,

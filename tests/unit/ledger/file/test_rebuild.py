@@ -9,10 +9,7 @@ from ledger.errors import FileCorrupt
 from ledger.file.read import open_log
 from ledger.file.seal import seal
 from ledger.file.verify import verify
-from tests.unit.log_files import (
-    changed,
-    closed_log,
-)
+from tests.support.log_files import changed, closed_log
 
 
 def test_salvage_makes_an_incident_file_of_what_can_be_read_of_a_cut_log(tmp_path):

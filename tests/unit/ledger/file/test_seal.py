@@ -7,16 +7,8 @@ from ledger.file import migrate, schema, sqlite
 from ledger.file.read import open_log
 from ledger.file.seal import seal
 from ledger.file.verify import verify
+from tests.support.log_files import changed, closed_log, contents, running_engine, small_disk, torn_log, writing
 from tests.unit.ledger.file.stored import lines, rows
-from tests.unit.log_files import (
-    changed,
-    closed_log,
-    contents,
-    running_engine,
-    small_disk,
-    torn_log,
-    writing,
-)
 
 # --- sealing ------------------------------------------------------------------------------------------------------
 

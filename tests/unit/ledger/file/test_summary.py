@@ -5,11 +5,8 @@ import pytest
 from ledger import events as ev
 from ledger.file.seal import seal
 from ledger.file.summary import Summary, TransferRow
+from tests.support.log_files import append_work, writing
 from tests.unit.ledger.file.stored import rows
-from tests.unit.log_files import (
-    append_work,
-    writing,
-)
 
 
 def calls(*events: tuple[type[ev.Event], dict]) -> list[TransferRow]:

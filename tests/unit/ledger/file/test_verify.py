@@ -7,14 +7,8 @@ import sqlite3
 import pytest
 
 from ledger.file.verify import KEPT_PROBLEMS, verify
+from tests.support.log_files import append_requests, changed, closed_log, contents, writing
 from tests.unit.ledger.file.stored import rows
-from tests.unit.log_files import (
-    append_requests,
-    changed,
-    closed_log,
-    contents,
-    writing,
-)
 
 ADD_A_COPY_OF_EVENT_6 = (
     "INSERT INTO events SELECT seq + 1000, ts_ns, mono_ns, source, step, kind, request, generation, job, load, "

@@ -19,8 +19,8 @@ from ledger.file.read import open_log
 from ledger.live.writer import Writer, log_path
 from ledger.state.apply import State
 from ledger.state.records import Book
-from tests import strategies
-from tests.unit.log_files import (
+from tests.support import strategies
+from tests.support.log_files import (
     ROOT,
     append_requests,
     append_work,
@@ -128,7 +128,7 @@ def test_a_log_that_was_flushed_and_not_closed_is_torn_and_complete(tmp_path):
     script = """
 import sys
 from pathlib import Path
-from tests.unit.log_files import append_requests, new_log
+from tests.support.log_files import append_requests, new_log
 from ledger.live.writer import Writer
 import atexit
 log = new_log()
@@ -229,7 +229,7 @@ import resource, signal, sys
 from pathlib import Path
 from ledger import events as ev
 from ledger.file.read import open_log
-from tests.unit.log_files import append_requests, logged, new_log, writing
+from tests.support.log_files import append_requests, logged, new_log, writing
 
 path = Path(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

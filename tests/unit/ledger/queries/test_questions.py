@@ -23,7 +23,7 @@ from ledger.replay.select import Interest, Watch
 from ledger.state.apply import State
 from tests.incidents.corpus import INCIDENTS, keys
 from tests.incidents.script import Script, save
-from tests.unit.log_files import changed
+from tests.support.log_files import changed
 
 BY_ID = {incident.id: incident for incident in INCIDENTS}
 

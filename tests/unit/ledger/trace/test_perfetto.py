@@ -26,7 +26,7 @@ from ledger.trace.perfetto import write_trace
 from ledger.trace.tracks import Entry, Track
 from tests.incidents.corpus import INCIDENTS, Incident
 from tests.incidents.script import Script, save
-from tests.unit.log_files import read_only, small_disk
+from tests.support.log_files import read_only, small_disk
 
 BEGIN, END, INSTANT = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END, TrackEvent.TYPE_INSTANT
 COUNTER = TrackEvent.TYPE_COUNTER

@@ -100,7 +100,7 @@ import signal, sys
 from pathlib import Path
 from ledger import events as ev
 from ledger.file import schema
-from tests.unit.log_files import append_requests, new_log
+from tests.support.log_files import append_requests, new_log
 from ledger.live.writer import Writer
 
 log = new_log()
