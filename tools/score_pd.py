@@ -107,7 +107,7 @@ def score_pd(seed: int, steps: int) -> PdScore:
 
 
 def _transfers(findings: Iterable[Any]) -> set[str]:
-    return {transfer for finding in findings for transfer in finding.facts.get("transfers", ())}
+    return {transfer for finding in findings for transfer in finding.transfers}
 
 
 def _explained(finding: Any, truth: _Truth) -> bool:

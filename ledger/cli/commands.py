@@ -269,6 +269,7 @@ def minimize(file: Path, kind: str, output: Path) -> int:
     """Write the smallest log that still has a finding, for a bug report."""
     from ledger import words
     from ledger.replay.case import minimize_file, replay_files
+    from ledger.report.wording import say
 
     with progress_bar() as progress:
         tell = None if progress is None else partial(_tell_trials, progress, file)
@@ -280,7 +281,7 @@ def minimize(file: Path, kind: str, output: Path) -> int:
     print_lines(
         [
             f"{output}: {words.plural(len(smaller.events), 'event')} left",
-            f"{smaller.finding.kind} ({smaller.finding.certainty}): {smaller.finding.title}",
+            f"{smaller.finding.kind} ({smaller.finding.certainty}): {say(smaller.finding).title}",
         ]
     )
     return OK

@@ -15,7 +15,9 @@ from ledger.queries.questions import Diff, Use, Why
 from ledger.replay.case import Case
 from ledger.replay.incidents import grouped
 from ledger.report.layout import WIDTH, Page
+from ledger.report.wording import SameForJob, say
 from ledger.state.apply import State
+from ledger.verdicts.base import Finding, Role
 
 
 def why_lines(answer: Why, width: int = WIDTH) -> Iterator[str]:
@@ -33,13 +35,19 @@ def why_lines(answer: Why, width: int = WIDTH) -> Iterator[str]:
         for incident in grouped(found):
             head = answer.findings[incident.head]
             others = [answer.findings[place] for place in incident.members if place != incident.head]
-            yield from page.wrap("  ", f"{head.kind} ({head.certainty}): {head.title}", hanging=4)
+            said = say(head)
+            yield from page.wrap("  ", f"{head.kind} ({head.certainty}): {said.title}", hanging=4)
             for finding in others:
-                told = f"with it: {finding.kind} ({finding.certainty}): {finding.brief or finding.title}"
+                told = f"with it: {finding.kind} ({finding.certainty}): {say(finding).short}"
                 yield from page.wrap("    ", told, hanging=6)
-            steps = [head.other_log, head.advice, *dict.fromkeys(finding.also for finding in others)]
-            yield from page.wrap("    ", f"look at: {head.culprit}", hanging=6)
+            steps = [said.other_log, said.advice, *dict.fromkeys(_step(finding) for finding in others)]
+            yield from page.wrap("    ", f"look at: {said.culprit}", hanging=6)
             yield from page.wrap("    ", f"do next: {' '.join(step for step in steps if step)}", hanging=6)
+
+
+def _step(finding: Finding) -> str:
+    step = say(finding).also
+    return f"The same for the keys of job {step.job}." if isinstance(step, SameForJob) else step
 
 
 def blame_lines(block: tuple[int, int], uses: Sequence[Use], width: int = WIDTH) -> Iterator[str]:
@@ -121,13 +129,13 @@ def next_lines(case: Case, name: str, width: int = WIDTH) -> Iterator[str]:
     yield "The verdict:"
     causes = [case.findings[incident.head][1] for incident in case.incidents]
     for finding in causes:
-        yield from page.wrap("  ", f"{finding.kind} ({finding.certainty}): {finding.brief or finding.title}", hanging=4)
-    job, kind = next(((finding.jobs[0], finding.kind) for finding in causes if finding.jobs), (None, ""))
+        yield from page.wrap("  ", f"{finding.kind} ({finding.certainty}): {say(finding).short}", hanging=4)
+    first = next((finding for finding in causes if finding.jobs), None)
     yield "Type next:"
-    if job is not None:
-        yield f"  kvledger replay {name} --job {job}"
-    if kind == "poison":
-        yield f"  kvledger blast-radius {name} --job {job}"
+    if first is not None:
+        yield f"  kvledger replay {name} --job {first.jobs[0]}"
+        if first.is_a(Role.TAINTS):
+            yield f"  kvledger blast-radius {name} --job {first.jobs[0]}"
     yield f"  kvledger browse {name}"
     yield ""
 

@@ -11,11 +11,11 @@ from ledger import words
 from ledger.blocks import Blocks, count
 from ledger.replay.case import Case, LogResult
 from ledger.replay.fold import Result
-from ledger.replay.incidents import FREED
 from ledger.replay.stats import Calls, Durations, Slow
 from ledger.report.layout import Page
 from ledger.state.apply import Job, Load
 from ledger.state.pd import Recv, Send
+from ledger.verdicts.base import Role
 
 END_REASONS = {"stopped": "stop token or string", "length_capped": "length limit"}
 """What vLLM's reasons for the end of a request mean, where their names say less."""
@@ -153,7 +153,7 @@ def taken_blocks(case: Case, index: int) -> Taken:
     for number, incident in enumerate(case.incidents, 1):
         for place in incident.members:
             log, finding = case.findings[place]
-            if log != index or finding.kind not in (*FREED, "poison"):
+            if log != index or not finding.is_a(Role.FREES_EARLY | Role.TAINTS):
                 continue
             for what, names in (("job", finding.jobs), ("load", finding.loads), ("transfer", finding.transfers)):
                 for name in names:
@@ -188,11 +188,11 @@ def open_items(result: Result, taken: Taken) -> Iterator[str]:
         named = words.plural(count(held), "block")
         return f"{verb} {named} in the book only: they were given away too early, see incident {number}"
 
-    miscounted = [each.facts["miscounted"] for each in result.findings if "miscounted" in each.facts]
-    counted = {each["report_of"]: each for each in miscounted}
+    miscounted = [each.miscounted for each in result.findings if each.miscounted is not None]
+    counted = {each.report_of: each for each in miscounted}
     for number, job in book.jobs.items():
         given = counted.get(number)
-        elsewhere = f", whose report was counted for job {given['counted_for']}" if given is not None else ""
+        elsewhere = f", whose report was counted for job {given.counted_for}" if given is not None else ""
         waits = "settled" if job.settled else "every rank has reported"
         waits = (
             f"waits for {words.ranks(job.waiting)}{elsewhere}"

@@ -25,6 +25,8 @@ from ledger.report.logs import (
     story_section,
     taken_blocks,
 )
+from ledger.report.wording import say
+from ledger.verdicts.base import Role
 
 SUMMARY_CHARS = 160
 """What the first lines say of one incident, at most: two lines of a terminal."""
@@ -79,13 +81,14 @@ def summary(case: Case, page: Page) -> Iterator[str]:
         return
     first = gravest(incidents, case.findings)
     finding = case.findings[first.head][1]
-    torn = [each for _, each in members(first, case) if each.kind == "torn_log" and each is not finding and each.brief]
-    also = f". Also, {torn[0].brief}" if torn else ""
+    ends = [each for _, each in members(first, case) if each.is_a(Role.ENDS_LOG) and each is not finding]
+    torn = [brief for each in ends if (brief := say(each).brief)]
+    also = f". Also, {torn[0]}" if torn else ""
     which = f"incident {incidents.index(first) + 1}" if len(incidents) > 1 else ""
     about = ", ".join(part for part in (which, finding.certainty if finding.certainty != "proven" else "") if part)
     sure = f" ({about})" if about else ""
     where = f" on engine {engine(case, case.findings[first.head][0])}" if len(case.logs) > 1 else ""
-    what = _short(finding.brief or finding.title)
+    what = _short(say(finding).short)
     yield from page.wrap("", f"What happened{where}{sure}: {what}{also}.", hanging=2)
     yield from page.wrap("", f"Impact: {impact(first, case)}.", hanging=2)
     # The only incident is told once: what is to be done about it stands here in full.

@@ -5,13 +5,16 @@ The second time takes the reference of somebody else: the block goes back to the
 
 from typing import ClassVar
 
+from ledger.verdicts.base import Kind, Role
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
+
+DOUBLE_FREE = Kind("double_free", Role.CAUSE | Role.FREES_EARLY | Role.MISCOUNTS | Role.WRONG_KV)
 
 
 class DoubleFree(RuleVerdict):
     """Frees beyond what was pinned."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("double_free",)
+    kinds: ClassVar[tuple[Kind, ...]] = (DOUBLE_FREE,)
     lead: ClassVar[str] = "a wrong free: "
     advice: ClassVar[str] = (
         "Treat KV of these blocks as wrong from that event on: reset the prefix cache. `kvledger blame FILE G:B` says "

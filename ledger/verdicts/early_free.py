@@ -19,7 +19,7 @@ from ledger import words
 from ledger.blocks import expand, numbers
 from ledger.state.apply import Load
 from ledger.state.pd import Recv
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Finding, Kind, Role, Told
 from ledger.verdicts.history import Chain, End, Trail, forget_oldest
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
 from ledger.verdicts.shared.sample import Alike
@@ -30,6 +30,8 @@ KEPT_AFTER = 6
 
 Subject = tuple[str, int | str]
 """`("job", id)`, `("load", id)` or `("transfer", id)`."""
+
+EARLY_FREE = Kind("early_free", Role.CAUSE | Role.FREES_EARLY | Role.MISCOUNTS | Role.WRONG_KV)
 
 
 class _Released(msgspec.Struct, frozen=True):
@@ -64,7 +66,7 @@ class _Released(msgspec.Struct, frozen=True):
 class EarlyFree(RuleVerdict):
     """Blocks given back too early."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("early_free",)
+    kinds: ClassVar[tuple[Kind, ...]] = (EARLY_FREE,)
     lead: ClassVar[str] = "blocks were given up too early: "
     advice: ClassVar[str] = (
         "Do not trust the output of who got the blocks since (`kvledger blame FILE G:B` names them), and reset the "
@@ -239,22 +241,24 @@ class EarlyFree(RuleVerdict):
         names = dict.fromkeys(name for each in group for name in (each.request, each.event.request) if name)
         transfers = [name for what, name in subjects if what == "transfer"]
         return Finding(
-            kind="early_free",
+            of=EARLY_FREE,
             certainty="undecidable" if each.doubt else "proven",
-            title=f"{title}{likewise(number - 1, each.noun)}",
             since_seq=each.event.seq,
             requests=tuple(names),
             jobs=tuple(name for what, name in subjects if what == "job" and isinstance(name, int)),
             loads=tuple(name for what, name in subjects if what == "load" and isinstance(name, int)),
             blocks=tuple(sorted({block for each in group for block in each.blocks})),
             ranks=each.waiting,
-            culprit=culprit,
-            advice=self.advice,
             lead_seq=each.event.seq,
-            doubt=each.doubt,
             chain=tuple(shown[seq] for seq in sorted(shown)),
-            facts={"transfers": transfers} if transfers else {},
-            impact=(_impact(group, number),),
+            transfers=tuple(map(str, transfers)),
+            facts=Told(
+                title=f"{title}{likewise(number - 1, each.noun)}",
+                culprit=culprit,
+                advice=self.advice,
+                doubt=each.doubt,
+                impact=(_impact(group, number),),
+            ),
         )
 
 

@@ -8,17 +8,19 @@ from typing import ClassVar
 
 from ledger import events as ev
 from ledger import words
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Finding, Kind, Role, Told
 from ledger.verdicts.history import End, Trail
 from ledger.verdicts.shared.ends import is_hard, is_near
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
 from ledger.verdicts.shared.sample import Alike
 
+LATE_EVENT = Kind("late_event", Role.ENDS_ENGINE)
+
 
 class LateEvent(RuleVerdict):
     """Results for what was over."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("late_event",)
+    kinds: ClassVar[tuple[Kind, ...]] = (LATE_EVENT,)
     lead: ClassVar[str] = "a result{} came too late: "
 
     def __init__(self, trail: Trail) -> None:
@@ -46,19 +48,21 @@ class LateEvent(RuleVerdict):
             subject = first.transfer or (f"load {first.load}" if first.load >= 0 else what)
             times = f" ({number:,} such results)" if number > 1 else ""
             yield Finding(
-                kind="late_event",
+                of=LATE_EVENT,
                 certainty="proven",
-                title=f"{_result(first, subject)} came too late and was ignored: {why}{times}",
                 since_seq=first.seq,
                 requests=tuple(dict.fromkeys(event.request for event in late if event.request)),
                 ranks=tuple(sorted({event.rank for event in late if event.rank >= 0})),
                 code=first.code or None,
-                culprit=words.ranks([first.rank]) if first.rank >= 0 else f"the other side of the {what}",
-                advice=_advice(first, end),
                 lead_seq=first.seq,
                 chain=(*self._before[what, why], *late[:10]),
                 loads=tuple(dict.fromkeys(event.load for event in late if event.load >= 0)),
-                facts={"transfers": list(dict.fromkeys(event.transfer for event in late if event.transfer))},
+                transfers=tuple(dict.fromkeys(event.transfer for event in late if event.transfer)),
+                facts=Told(
+                    title=f"{_result(first, subject)} came too late and was ignored: {why}{times}",
+                    culprit=words.ranks([first.rank]) if first.rank >= 0 else f"the other side of the {what}",
+                    advice=_advice(first, end),
+                ),
             )
 
 

@@ -18,7 +18,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, count, from_ranges
-from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.base import Finding, Kind, Role, Told, Verdict, listed
 from ledger.verdicts.history import Chain, End, Trail
 from ledger.verdicts.shared.ends import DOWN, is_down
 from ledger.verdicts.shared.sample import Alike
@@ -41,6 +41,8 @@ OTHER_LOG = (
 )
 
 RESTART = "Restart the engine when it can be spared: only that gives the held blocks back."
+
+LEAK = Kind("leak", Role.SYMPTOM | Role.LASTS)
 
 
 class _Expired(msgspec.Struct, frozen=True):
@@ -74,7 +76,7 @@ class _Expired(msgspec.Struct, frozen=True):
 class Leak(Verdict):
     """Jobs that nobody will end, and sends that nobody fetches."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("leak",)
+    kinds: ClassVar[tuple[Kind, ...]] = (LEAK,)
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -117,12 +119,8 @@ class Leak(Verdict):
         held = words.plural(sum(count(wait.blocks) for wait in group), "block")
         codes = [each.code for last in failed for each in last.failures] + [last.code for last in failed]
         return Finding(
-            kind="leak",
+            of=LEAK,
             certainty=certain,
-            title=(
-                f"{first.name} of {words.request(first.request, first.generation)} {self._why(first, end)}"
-                f"{likewise(len(group) - 1, first.what)}; {held} held"
-            ),
             since_seq=first.since_seq,
             requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
             suffering=tuple(blocked),
@@ -130,18 +128,24 @@ class Leak(Verdict):
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
             code=next((code for code in codes if code), None),
-            culprit="; ".join(told),
-            advice=self._advice(first, bool(failed), end),
-            other_log=OTHER_LOG if first.what == "send" else "",
             lead_seq=min([event.seq for event in (failed or ended or violated)], default=first.since_seq),
-            doubt=doubt,
-            shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
-            if doubt
-            else "",
             chain=with_events(evidence(first), last_events(blocked)),
-            impact=waiting_behind(blocked),
-            facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
-            also="" if _goes_on(end) or is_down(end) else RESTART,
+            transfers=tuple(wait.transfer for wait in group if wait.transfer),
+            facts=Told(
+                title=(
+                    f"{first.name} of {words.request(first.request, first.generation)} {self._why(first, end)}"
+                    f"{likewise(len(group) - 1, first.what)}; {held} held"
+                ),
+                culprit="; ".join(told),
+                advice=self._advice(first, bool(failed), end),
+                other_log=OTHER_LOG if first.what == "send" else "",
+                doubt=doubt,
+                shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
+                if doubt
+                else "",
+                impact=waiting_behind(blocked),
+                also="" if _goes_on(end) or is_down(end) else RESTART,
+            ),
         )
 
     @staticmethod
@@ -225,27 +229,29 @@ class Leak(Verdict):
         if first.lost is not None and first.hidden and not failed:
             doubt = f"{words.lost_at(first.lost)}, and that somebody asked for this transfer may be among them"
         return Finding(
-            kind="leak",
+            of=LEAK,
             certainty="undecidable" if doubt else "proven",
-            title=f"{title}{likewise(self._expired.number - 1, 'send')}",
             since_seq=ready.seq if ready is not None else event.seq,
             requests=tuple(dict.fromkeys(each.event.request for each in self._expired.kept)),
             blocks=listed(tuple(part for each in self._expired.kept for part in _blocks(each.chain))),
             ranks=tuple(dict.fromkeys(rank for run in event.expired_ranks for rank in range(run[0], run[1] + 1))),
             code=failed[0].code if failed else None,
-            culprit=culprit,
-            advice="Let the router tell the prefill engine when it gives a request up. Nothing is held any more.",
-            other_log=OTHER_LOG,
-            inferred=inferred,
-            doubt=doubt,
-            impact=(f"{held} and are free again",)
-            if self._expired.number == 1
-            else (
-                f"the blocks of {self._expired.number:,} sends were held until they expired, in vain, and are free now",
-            ),
             lead_seq=event.seq,
             chain=(*first.chain, event),
-            facts={"transfers": [each.event.transfer for each in self._expired.kept]},
+            transfers=tuple(each.event.transfer for each in self._expired.kept),
+            facts=Told(
+                title=f"{title}{likewise(self._expired.number - 1, 'send')}",
+                culprit=culprit,
+                advice="Let the router tell the prefill engine when it gives a request up. Nothing is held any more.",
+                other_log=OTHER_LOG,
+                inferred=inferred,
+                doubt=doubt,
+                impact=(f"{held} and are free again",)
+                if self._expired.number == 1
+                else (
+                    f"the blocks of {self._expired.number:,} sends were held until they expired, in vain, and are free now",
+                ),
+            ),
         )
 
 

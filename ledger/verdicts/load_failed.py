@@ -22,7 +22,7 @@ import msgspec
 from ledger import codes, words
 from ledger import events as ev
 from ledger.blocks import expand, from_ranges
-from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.base import Finding, Kind, Role, Told, Verdict, listed
 from ledger.verdicts.history import Chain, End, Trail
 from ledger.verdicts.shared.waits import lost_answers, with_events
 
@@ -45,6 +45,10 @@ KEPT_LATE = 64
 """Failed loads whose calls are still taken after they have settled."""
 
 NOT_FOUND = "BLOCK_NOT_FOUND"
+
+LOAD_FAILED = Kind("load_failed", Role.REPORTED | Role.RECURS)
+EVICTED_BEFORE_LOAD = Kind("evicted_before_load", Role.REPORTED | Role.RECURS)
+LOST_STORE = Kind("lost_store", Role.REPORTED | Role.RECURS)
 
 
 class _Put(msgspec.Struct, frozen=True):
@@ -129,7 +133,7 @@ class _Counted(msgspec.Struct):
 class LoadFailed(Verdict):
     """Reported failures of loads, by what they have in common."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("load_failed", "evicted_before_load", "lost_store")
+    kinds: ClassVar[tuple[Kind, ...]] = (LOAD_FAILED, EVICTED_BEFORE_LOAD, LOST_STORE)
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -283,7 +287,7 @@ class LoadFailed(Verdict):
         first = failed[0]
         counted = self._counted[code]
         same_ranks = self._same_ranks(first, counted)
-        kind, how, culprit, advice, doubt, shown, inferred = "load_failed", "", "", "", "", "", ""
+        kind, how, culprit, advice, doubt, shown, inferred = LOAD_FAILED, "", "", "", "", "", ""
         if same_ranks:
             how = f", always on {words.ranks(first.ranks)}, which loaded nothing in this log"
             culprit = f"concluded: systematic: the lookup promises keys that {words.ranks(first.ranks)} cannot load"
@@ -318,29 +322,31 @@ class LoadFailed(Verdict):
         put = [first.put.started, first.put.finished] if first.put is not None else []
         events = [*put, first.looked_up, first.planned, first.call, first.failure, first.settled]
         return Finding(
-            kind=kind,
+            of=kind,
             certainty="suspected" if doubt else "proven",
-            title=f"{words.plural(number, 'load')} failed with {code}{how}",
-            impact=_impact(self._became(counted), number, first.request, len(counted.going)),
             since_seq=first.planned.seq if first.planned is not None else first.failure.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed if each.request)),
             blocks=listed(tuple(part for each in failed for part in (each.planned.blocks if each.planned else ()))),
             ranks=tuple(sorted({rank for each in failed for rank in each.ranks})),
             code=code,
-            culprit=culprit,
-            advice=advice,
             lead_seq=first.call.seq if first.call is not None else first.failure.seq,
-            doubt=doubt,
-            facts={"keys": list(missed), "missed_ts_ns": list(missed.values())},
             chain=with_events((), (event for event in events if event is not None)),
-            notes=tuple(
-                f"load {each.load} of request {each.request}: {each.by_rank}"
-                for each in failed[:TOLD_LOADS]
-                if each.by_rank and (len(failed) > 1 or len(each.all_ranks) > 1)
-            ),
             loads=tuple(each.load for each in failed),
-            shown=shown,
-            inferred=inferred,
+            missing_keys=tuple(missed.items()),
+            facts=Told(
+                title=f"{words.plural(number, 'load')} failed with {code}{how}",
+                impact=_impact(self._became(counted), number, first.request, len(counted.going)),
+                culprit=culprit,
+                advice=advice,
+                doubt=doubt,
+                notes=tuple(
+                    f"load {each.load} of request {each.request}: {each.by_rank}"
+                    for each in failed[:TOLD_LOADS]
+                    if each.by_rank and (len(failed) > 1 or len(each.all_ranks) > 1)
+                ),
+                shown=shown,
+                inferred=inferred,
+            ),
         )
 
     def _became(self, counted: _Counted) -> dict[str, int]:
@@ -367,29 +373,31 @@ class LoadFailed(Verdict):
         where = f" at {stage}" if stage else ""
         why = words.failure(code, first.raw, first.exception, first.stage)
         return Finding(
-            kind="load_failed",
+            of=LOAD_FAILED,
             certainty="proven",
-            title=f"{words.plural(number, 'transfer')} from a prefill engine failed with {code}{where}",
             since_seq=first.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed)),
             blocks=listed(tuple(part for each in failed for part in each.blocks)),
             ranks=tuple(sorted({each.rank for each in failed})),
             code=code,
-            culprit=f"rank {first.rank}{f', peer {first.peer}' if first.peer else ''}: {why}",
-            advice=_action(code),
-            other_log="Replay the prefill engine's log together with this one: it has the other side.",
             lead_seq=first.seq,
             chain=(*self._before[code, stage][:6], *failed[:6]),
-            facts={"transfers": [each.transfer for each in failed]},
-            impact=_impact(self._became(counted), number, first.request, len(counted.going)),
+            transfers=tuple(each.transfer for each in failed),
+            facts=Told(
+                title=f"{words.plural(number, 'transfer')} from a prefill engine failed with {code}{where}",
+                culprit=f"rank {first.rank}{f', peer {first.peer}' if first.peer else ''}: {why}",
+                advice=_action(code),
+                other_log="Replay the prefill engine's log together with this one: it has the other side.",
+                impact=_impact(self._became(counted), number, first.request, len(counted.going)),
+            ),
         )
 
     @staticmethod
-    def _gone(failed: list[_Failed]) -> tuple[str, str, str, str]:
+    def _gone(failed: list[_Failed]) -> tuple[Kind, str, str, str]:
         """Return kind, culprit, advice and doubt for keys that were not found although the lookup had a hit."""
         first = failed[0]
         if first.looked_up is None or first.call is None:
-            return "load_failed", "", "", ""
+            return LOAD_FAILED, "", "", ""
         # By the scheduler's clock, the latest moment at which the call can have begun: it may have heard of it late. By
         # the wall clocks, when it began, if nobody has set them.
         latest_ns = max(first.failure.mono_ns - first.call.duration_ns - first.looked_up.mono_ns, 0)
@@ -399,7 +407,7 @@ class LoadFailed(Verdict):
             lease = f"Mooncake's default lease of {STORE_LEASE_S:g} s"
             about = f"about {words.span(min(latest_ns, told_ns))} after the lookup had a hit"
             return (
-                "evicted_before_load",
+                EVICTED_BEFORE_LOAD,
                 f"the store: a key was not found {about}, when {lease} had run out",
                 "Load sooner after the lookup, raise the lease, or give the store more room.",
                 "the store's evictions are not in this log; the log of its master would decide",
@@ -408,13 +416,13 @@ class LoadFailed(Verdict):
             put = first.put.finished
             call = words.call("put", put.transfer, put.rank)
             return (
-                "lost_store",
+                LOST_STORE,
                 f"the store: {call} had put the key (event {put.seq}), and it was gone {after}",
                 f"See the master's log for a segment or a client that went away, up to {_at(first.failure)}.",
                 "the store's own doings are not in this log; the log of its master would decide",
             )
         return (
-            "load_failed",
+            LOAD_FAILED,
             f"a key was not found {after}",
             f"See the log of the store's master up to {_at(first.failure)}, and whose keys the lookup asks for.",
             "",

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeAlias
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import from_ranges
-from ledger.verdicts.base import Certainty, Finding, Verdict, listed
+from ledger.verdicts.base import Certainty, Finding, Kind, Role, Told, Verdict, listed
 from ledger.verdicts.history import End, Trail
 from ledger.verdicts.shared.sample import Alike
 from ledger.verdicts.shared.waits import Wait, certainty, describe, evidence, lost_answers, never_answered, waits
@@ -20,11 +20,13 @@ from ledger.verdicts.shared.waits import Wait, certainty, describe, evidence, lo
 Unanswered: TypeAlias = tuple[ev.LoadSettled, str]
 """A load that was counted as finished although ranks had not answered, and its request, empty if that is not known."""
 
+MISSING_RANKS = Kind("missing_ranks", Role.CAUSE | Role.LASTS | Role.HANGS)
+
 
 class MissingRanks(Verdict):
     """Ranks that never answer."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("missing_ranks",)
+    kinds: ClassVar[tuple[Kind, ...]] = (MISSING_RANKS,)
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -67,27 +69,29 @@ class MissingRanks(Verdict):
         others = sorted(self.trail.answered)
         shown = [*evidence(first), *(event for wait in group[1:3] for event in wait.chain[:1])]
         return Finding(
-            kind="missing_ranks",
+            of=MISSING_RANKS,
             certainty=certain,
-            title=f"no answer of {words.ranks(ranks)} is in this log: {what} {verb} for the same ranks",
             since_seq=first.since_seq,
             requests=tuple(dict.fromkeys(wait.request for wait in group)),
             jobs=tuple(jobs),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=ranks,
-            culprit=(
-                f"systematic: {words.ranks(others) + ' answered' if others else 'no rank answered anything'}; "
-                f"{describe(first.missing[0], first.name)}"
-            ),
-            advice=(
-                "Compare the ranks that the scheduler expects with those that run, and see whether every worker runs "
-                "the same connector and sends its reports: this is no accident of one transfer."
-            ),
             lead_seq=first.since_seq,
-            doubt=doubt,
             chain=tuple(shown),
             loads=tuple(loads),
-            inferred="" if doubt else "why: the ranks may not run, not report, or not exist",
+            facts=Told(
+                title=f"no answer of {words.ranks(ranks)} is in this log: {what} {verb} for the same ranks",
+                culprit=(
+                    f"systematic: {words.ranks(others) + ' answered' if others else 'no rank answered anything'}; "
+                    f"{describe(first.missing[0], first.name)}"
+                ),
+                advice=(
+                    "Compare the ranks that the scheduler expects with those that run, and see whether every worker runs "
+                    "the same connector and sends its reports: this is no accident of one transfer."
+                ),
+                doubt=doubt,
+                inferred="" if doubt else "why: the ranks may not run, not report, or not exist",
+            ),
         )
 
     def _counted_without(self, ranks: tuple[int, ...], unanswered: Alike[Unanswered]) -> Finding:
@@ -107,16 +111,18 @@ class MissingRanks(Verdict):
             elif count > 1:
                 certain, doubt, often = "proven", "", "systematic"
         return Finding(
-            kind="missing_ranks",
+            of=MISSING_RANKS,
             certainty=certain,
-            title=f"load {first.load}{more} counted as finished although {names} had not answered",
             since_seq=first.seq,
             requests=tuple(dict.fromkeys(request for _, request in unanswered.kept if request)),
             ranks=ranks,
-            culprit=f"{often}: {seen}",
-            advice="Its blocks may be written after they were given away; look at the worker logs of these ranks.",
             lead_seq=first.seq,
-            doubt=doubt,
             chain=tuple(event for event, _ in unanswered.kept[:10]),
             loads=tuple(event.load for event, _ in unanswered.kept),
+            facts=Told(
+                title=f"load {first.load}{more} counted as finished although {names} had not answered",
+                culprit=f"{often}: {seen}",
+                advice="Its blocks may be written after they were given away; look at the worker logs of these ranks.",
+                doubt=doubt,
+            ),
         )

@@ -14,7 +14,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Finding, Kind, Role, Told
 from ledger.verdicts.history import End, Trail
 from ledger.verdicts.shared.ends import DOWN, is_down
 from ledger.verdicts.shared.rules import Broken, RuleVerdict
@@ -25,6 +25,8 @@ K = TypeVar("K")
 
 KEPT_OPEN = 1000
 """Jobs and ranks of which a report may be that of an older job. Further reports are judged as those of the last one."""
+
+OVER_REPORT = Kind("over_report", Role.CAUSE | Role.MISCOUNTS)
 
 
 class _Open(msgspec.Struct):
@@ -44,7 +46,7 @@ class _Open(msgspec.Struct):
 class OverReport(RuleVerdict):
     """Reports beyond what was expected."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("over_report",)
+    kinds: ClassVar[tuple[Kind, ...]] = (OVER_REPORT,)
     lead: ClassVar[str] = "a report too many{}: "
     advice: ClassVar[str] = (
         "Look at the worker log of that rank at {}: which job did it really finish? Another one may still wait for "
@@ -94,8 +96,10 @@ class OverReport(RuleVerdict):
             yield self.finding(alike, end)
         for (_, reading), alike in doubtful.items():
             found = self.finding(alike, end)
-            if not found.doubt:
-                found = msgspec.structs.replace(found, certainty=reading.certainty, doubt=reading.doubt)
+            facts = found.facts
+            if isinstance(facts, Told) and not facts.doubt:
+                facts = msgspec.structs.replace(facts, doubt=reading.doubt)
+                found = msgspec.structs.replace(found, certainty=reading.certainty, facts=facts)
             yield found
 
     def _settle(self) -> None:

@@ -25,10 +25,11 @@ from ledger import words
 from ledger.blocks import Blocks, expand, numbers, of_pairs
 from ledger.state.apply import Job, Load
 from ledger.state.pd import Recv, Send
-from ledger.verdicts.base import Finding, Verdict
+from ledger.verdicts.base import Finding, Kind, TaintedKey, Told, Verdict
 from ledger.verdicts.history import Chain, End, Trail
 from ledger.verdicts.shared.poisoning import (
     GIVEN_AWAY,
+    POISON,
     Grant,
     Hit,
     Untold,
@@ -69,7 +70,7 @@ class Poison(Verdict):
         untold: the others.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ("poison",)
+    kinds: ClassVar[tuple[Kind, ...]] = (POISON,)
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -404,48 +405,48 @@ class Poison(Verdict):
         writes = () if reads else owners
         chain = {event.seq: event for event in events if event is not None}
         return Finding(
-            kind="poison",
+            of=POISON,
             certainty="proven" if proven else "suspected",
-            title=title + (f"; loaded by {words.listed(loaders)}" if loaders else ""),
             since_seq=grant.seq,
             requests=tuple(dict.fromkeys([work.request, *owners, *loaders])),
             jobs=(work.job,) if work.job >= 0 else (),
             blocks=blocks,
             ranks=tuple(sorted({hit.started.rank for hit in told})),
-            culprit=culprit_of(work),
-            advice=advice_for(work, keys),
-            also=f"The same for the keys of job {work.job}." if keys else "",
             cause=GIVEN_AWAY if work.job >= 0 else "",
             suffering=tuple(name for name in dict.fromkeys([*owners, *loaders]) if name != work.request),
             loads=(work.load,) if work.load >= 0 else (),
-            shown="" if proven else shown_by(first),
+            transfers=(work.transfer,) if work.transfer else (),
             lead_seq=grant.seq,
-            doubt="" if proven else doubt_of(first),
             chain=tuple(chain[seq] for seq in sorted(chain)),
-            notes=tuple(time_line(told)),
-            brief=brief,
-            impact=impact_of(loaders, writes, keys, proven=bool(proven)),
-            facts={
-                **({"unpinned": [work.job]} if work.job >= 0 and not work.pinned else {}),
-                **({"transfers": [work.transfer]} if work.transfer else {}),
-                "tainted": [
-                    {
-                        "key": key,
-                        "block": list(block),
-                        "rank": hit.started.rank,
-                        "job": work.job,
-                        "old_owner": [work.request, work.generation],
-                        "new_owner": [hit.grant.event.request, hit.grant.event.generation],
-                        "loaded_by": list(dict.fromkeys(load.request for load in self._loaders.get(key, ()))),
-                        "certainty": "proven" if hit.is_proven(key) else "suspected",
-                        "returned": hit.finished is not None,
-                        "removed": any(event.key == key and event.removed for event in hit.caught),
-                    }
-                    for hit in hits
-                    for key, block in zip(hit.keys, hit.blocks, strict=False)
-                    if key in hit.tainted_keys()
-                ],
-            },
+            unpinned_jobs=(work.job,) if work.job >= 0 and not work.pinned else (),
+            tainted=tuple(
+                TaintedKey(
+                    key=key,
+                    block=block,
+                    rank=hit.started.rank,
+                    job=work.job,
+                    old_owner=(work.request, work.generation),
+                    new_owner=(hit.grant.event.request, hit.grant.event.generation),
+                    loaded_by=tuple(dict.fromkeys(load.request for load in self._loaders.get(key, ()))),
+                    certainty="proven" if hit.is_proven(key) else "suspected",
+                    returned=hit.finished is not None,
+                    removed=any(event.key == key and event.removed for event in hit.caught),
+                )
+                for hit in hits
+                for key, block in zip(hit.keys, hit.blocks, strict=False)
+                if key in hit.tainted_keys()
+            ),
+            facts=Told(
+                title=title + (f"; loaded by {words.listed(loaders)}" if loaders else ""),
+                culprit=culprit_of(work),
+                advice=advice_for(work, keys),
+                also=f"The same for the keys of job {work.job}." if keys else "",
+                shown="" if proven else shown_by(first),
+                doubt="" if proven else doubt_of(first),
+                notes=tuple(time_line(told)),
+                brief=brief,
+                impact=impact_of(loaders, writes, keys, proven=bool(proven)),
+            ),
         )
 
     @staticmethod
@@ -455,43 +456,43 @@ class Poison(Verdict):
         left = [event for event in events if not event.removed]
         blocks = tuple(sorted({(event.group, event.block) for event in events}))
         return Finding(
-            kind="poison",
+            of=POISON,
             certainty="proven",
-            title=(
-                f"{words.these_blocks(of_pairs(blocks))} changed while store job {job} of request {first.request} put "
-                f"{'it' if len(blocks) == 1 else 'them'}: {words.plural(len(events), 'key')} held other KV than was "
-                f"meant, and {f'{len(left)} could not be removed' if left else 'were removed'}"
-            ),
             since_seq=first.seq,
             requests=(first.request,) if first.request else (),
             jobs=(job,),
             blocks=blocks,
             ranks=(rank,),
             code="CRC_MISMATCH",
-            culprit="whoever wrote into these blocks under the job; the log does not say who got them",
-            advice=(
-                "Remove the keys that are left from the store, or change cache_prefix."
-                if left
-                else "The keys are gone, so nothing wrong can be loaded; see why the job's blocks were not held."
-            ),
             lead_seq=first.seq,
             chain=tuple(events[:8]),
-            facts={
-                "tainted": [
-                    {
-                        "key": event.key,
-                        "block": [event.group, event.block],
-                        "rank": rank,
-                        "job": job,
-                        "old_owner": [event.request, 0],
-                        "new_owner": None,
-                        "loaded_by": [],
-                        "certainty": "proven",
-                        "removed": event.removed,
-                    }
-                    for event in events
-                ]
-            },
+            tainted=tuple(
+                TaintedKey(
+                    key=event.key,
+                    block=(event.group, event.block),
+                    rank=rank,
+                    job=job,
+                    old_owner=(event.request, 0),
+                    new_owner=None,
+                    loaded_by=(),
+                    certainty="proven",
+                    removed=event.removed,
+                )
+                for event in events
+            ),
+            facts=Told(
+                title=(
+                    f"{words.these_blocks(of_pairs(blocks))} changed while store job {job} of request {first.request} put "
+                    f"{'it' if len(blocks) == 1 else 'them'}: {words.plural(len(events), 'key')} held other KV than was "
+                    f"meant, and {f'{len(left)} could not be removed' if left else 'were removed'}"
+                ),
+                culprit="whoever wrote into these blocks under the job; the log does not say who got them",
+                advice=(
+                    "Remove the keys that are left from the store, or change cache_prefix."
+                    if left
+                    else "The keys are gone, so nothing wrong can be loaded; see why the job's blocks were not held."
+                ),
+            ),
         )
 
 

@@ -19,7 +19,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Finding, Kind, Miscounted, Role, Told
 from ledger.verdicts.history import End, Trail
 from ledger.verdicts.shared.rules import RuleVerdict
 from ledger.verdicts.shared.stale import RULES, Owed, Reading, any_owed, older_jobs, owed_by, whose
@@ -33,6 +33,8 @@ KEPT_CANDIDATES = 1000
 
 Work: TypeAlias = tuple[int, int]
 """A job, and a rank of it."""
+
+STALE_COMPLETION = Kind("stale_completion", Role.CAUSE | Role.MISCOUNTS)
 
 
 class _Suspect(msgspec.Struct):
@@ -58,7 +60,7 @@ class _Suspect(msgspec.Struct):
 class StaleCompletion(RuleVerdict):
     """Reports that belong to another job."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("stale_completion",)
+    kinds: ClassVar[tuple[Kind, ...]] = (STALE_COMPLETION,)
     advice: ClassVar[str] = (
         "The report names a job that this log does not know. See whether a worker outlived a restart of the engine, "
         "and whether all ranks run the same connector."
@@ -196,23 +198,23 @@ class StaleCompletion(RuleVerdict):
         request = words.request(owed.request, owed.generation)
         proven = reading.certainty == "proven"
         return Finding(
-            kind="stale_completion",
+            of=STALE_COMPLETION,
             certainty=reading.certainty,
-            title=f"the report of store job {owed.job} of {request} was counted for job {job}: {suspect.how}",
             since_seq=since.seq,
             requests=(owed.request,),
             jobs=(owed.job, job),
             ranks=(rank,),
-            culprit=(
-                f"concluded: reports are not kept by job: that of job {owed.job} came late and was given to job {job}"
-            ),
-            advice="Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id).",
-            doubt=reading.doubt,
-            facts={"miscounted": {"rank": rank, "report_of": owed.job, "counted_for": job, "seq": since.seq}}
-            if proven
-            else {},
             lead_seq=since.seq,
             chain=with_events((), events)[:KEPT_CHAIN],
+            miscounted=Miscounted(rank, owed.job, job, since.seq) if proven else None,
+            facts=Told(
+                title=f"the report of store job {owed.job} of {request} was counted for job {job}: {suspect.how}",
+                culprit=(
+                    f"concluded: reports are not kept by job: that of job {owed.job} came late and was given to job {job}"
+                ),
+                advice="Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id).",
+                doubt=reading.doubt,
+            ),
         )
 
 

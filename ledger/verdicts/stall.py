@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from ledger import events as ev
 from ledger import words
-from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.base import Finding, Kind, Role, Told, Verdict, listed
 from ledger.verdicts.history import End, Trail
 from ledger.verdicts.shared.ends import DOWN, is_down, is_hard
 from ledger.verdicts.shared.waits import (
@@ -39,11 +39,13 @@ OTHER_LOG = (
     "Replay the prefill engine's log together with this one: it shows whether it was asked, and whether it sent."
 )
 
+STALL = Kind("stall", Role.SYMPTOM | Role.LASTS | Role.HANGS)
+
 
 class Stall(Verdict):
     """Loads, recvs and jobs that wait for a rank or a peer, and an engine that waits for nothing."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("stall",)
+    kinds: ClassVar[tuple[Kind, ...]] = (STALL,)
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -84,9 +86,8 @@ class Stall(Verdict):
         told += [self._held(opened)] if first.what == "job" else []
         calls = [view.last.seq for view in first.doing("in_call", "ended") if view.last is not None]
         return Finding(
-            kind="stall",
+            of=STALL,
             certainty=certain,
-            title=self._title(first, doubtful=bool(doubt) and not first.blind) + likewise(len(group) - 1, first.what),
             since_seq=first.since_seq,
             requests=(*holding, *blocked),
             suffering=tuple(blocked),
@@ -94,18 +95,22 @@ class Stall(Verdict):
             jobs=(*(wait.number for wait in group if wait.what == "job"), *behind),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
-            culprit="; ".join(told),
-            advice=self._advice(first, end),
-            other_log=OTHER_LOG if first.what == "recv" else "",
-            impact=(*self._impact(group), *waiting_behind(blocked)),
             lead_seq=min(calls, default=first.since_seq),
-            doubt=doubt,
-            shown=self._shown(first, end) if doubt else "",
             chain=with_events(
                 evidence(first),
                 [*self._ends_of(group), *last_events(blocked)],
             ),
-            facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
+            transfers=tuple(wait.transfer for wait in group if wait.transfer),
+            facts=Told(
+                title=self._title(first, doubtful=bool(doubt) and not first.blind)
+                + likewise(len(group) - 1, first.what),
+                culprit="; ".join(told),
+                advice=self._advice(first, end),
+                other_log=OTHER_LOG if first.what == "recv" else "",
+                impact=(*self._impact(group), *waiting_behind(blocked)),
+                doubt=doubt,
+                shown=self._shown(first, end) if doubt else "",
+            ),
         )
 
     def _ends_of(self, group: list[Wait]) -> list[ev.Event]:
@@ -198,30 +203,32 @@ class Stall(Verdict):
         oldest = min(newest, key=lambda name: newest[name].seq)
         still_ns = end.now_mono_ns - max(event.mono_ns for event in newest.values())
         yield Finding(
-            kind="stall",
+            of=STALL,
             certainty="suspected",
-            title=(
-                f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load, "
-                "transfer "
-                f"or pin is open: the scheduler itself has not gone on for {words.span(still_ns)}"
-            ),
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
             suffering=tuple(newest),
-            impact=(
-                f"{words.plural(len(newest), 'request hangs', 'requests hang')}, for {words.span(still_ns)} by then",
-            ),
-            culprit=(
-                "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
-                "could wait for"
-            ),
-            advice=(
-                "If it happens again, take a stack of the engine process (py-spy dump) while it hangs: is it paused, "
-                "asleep, or out of blocks?"
-            )
-            if is_down(end)
-            else "Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
-            doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
             chain=tuple(chains[oldest][-6:]),
+            facts=Told(
+                title=(
+                    f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load, "
+                    "transfer "
+                    f"or pin is open: the scheduler itself has not gone on for {words.span(still_ns)}"
+                ),
+                impact=(
+                    f"{words.plural(len(newest), 'request hangs', 'requests hang')}, for {words.span(still_ns)} by then",
+                ),
+                culprit=(
+                    "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
+                    "could wait for"
+                ),
+                advice=(
+                    "If it happens again, take a stack of the engine process (py-spy dump) while it hangs: is it paused, "
+                    "asleep, or out of blocks?"
+                )
+                if is_down(end)
+                else "Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
+                doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
+            ),
         )

@@ -14,7 +14,7 @@ from typing import ClassVar
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.verdicts.base import Finding, Verdict
+from ledger.verdicts.base import Finding, Kind, Role, Told, Verdict
 from ledger.verdicts.history import End, Trail
 from ledger.verdicts.shared.ends import is_hard, is_near
 from ledger.verdicts.shared.rules import kind_of_rule
@@ -34,11 +34,13 @@ CLOSED_ADVICE = "See the engine's own log at that time for the error."
 ALSO = "See the engine's own log from {} UTC on for why this log ends."
 """What is to be done as well; the finding of a late result just before the end says it itself."""
 
+TORN_LOG = Kind("torn_log", Role.ENDS_LOG)
+
 
 class TornLog(Verdict):
     """Logs that stop, and engines that died."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("torn_log",)
+    kinds: ClassVar[tuple[Kind, ...]] = (TORN_LOG,)
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
@@ -80,30 +82,32 @@ class TornLog(Verdict):
         inferred = "why the log ends" if closed is None else "that the engine died of it" if near else ""
         shown = {event.seq: event for event in [*(event for event, _ in near), *end.tail]}
         yield Finding(
-            kind="torn_log",
+            of=TORN_LOG,
             certainty="proven",
-            title=title,
             since_seq=end.last.seq,
             requests=tuple(dict.fromkeys(_request(event) for event, _ in near if _request(event))),
-            culprit=culprit,
-            advice=CLOSED_ADVICE
-            if closed
-            else (
-                "Replay it on the host that wrote it, or copy the -wal file too. If it ends alike there, see the "
-                "engine's own log after that time (does it live, does it say that its audit log cannot be written?) "
-                "and the kernel's (dmesg) for a process killed for memory. If the disk took what it was given, the "
-                f"engine's last {flush_ms:g} ms are missing; if not, there is no bound."
-            ),
             lead_seq=end.last.seq,
             chain=tuple(shown[seq] for seq in sorted(shown)),
-            inferred=inferred,
-            brief=f"the log ends torn after event {end.last.seq}" if closed is None else "",
-            impact=(
-                f"engine {self._engine()} may be down: its log ends at {words.clock(end.last.ts_ns)} UTC"
-                if closed is None
-                else f"engine {self._engine()} is down",
+            facts=Told(
+                title=title,
+                culprit=culprit,
+                advice=CLOSED_ADVICE
+                if closed
+                else (
+                    "Replay it on the host that wrote it, or copy the -wal file too. If it ends alike there, see the "
+                    "engine's own log after that time (does it live, does it say that its audit log cannot be written?) "
+                    "and the kernel's (dmesg) for a process killed for memory. If the disk took what it was given, the "
+                    f"engine's last {flush_ms:g} ms are missing; if not, there is no bound."
+                ),
+                inferred=inferred,
+                brief=f"the log ends torn after event {end.last.seq}" if closed is None else "",
+                impact=(
+                    f"engine {self._engine()} may be down: its log ends at {words.clock(end.last.ts_ns)} UTC"
+                    if closed is None
+                    else f"engine {self._engine()} is down",
+                ),
+                also="" if near and self._telling[-1][2] else ALSO.format(words.clock(end.last.ts_ns)),
             ),
-            also="" if near and self._telling[-1][2] else ALSO.format(words.clock(end.last.ts_ns)),
         )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.verdicts.base import Finding, listed
+from ledger.verdicts.base import Finding, Kind, Role, Told, listed
 from ledger.verdicts.history import Chain, End, Trail
 from ledger.verdicts.shared.ends import is_hard
 from ledger.verdicts.shared.rules import RuleVerdict
@@ -24,6 +24,8 @@ from ledger.verdicts.shared.waits import REPORT_NS, REPORT_STEPS, Wait, certaint
 KEPT_SETTLED = 256
 """Loads that settled last and went well, as they say: evidence that speaks against it may come in later. More are kept
 while evidence of them is on its way."""
+
+UNREPORTED_FAILURE = Kind("unreported_failure", Role.CAUSE | Role.WRONG_KV)
 
 
 class _Swallowed(msgspec.Struct, frozen=True):
@@ -54,7 +56,7 @@ Sort: TypeAlias = tuple[int, str, bool]
 class UnreportedFailure(RuleVerdict):
     """Failures that were swallowed."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("unreported_failure",)
+    kinds: ClassVar[tuple[Kind, ...]] = (UNREPORTED_FAILURE,)
     advice: ClassVar[str] = (
         "Do not trust the output of the request: it went on with KV that did not arrive. Look at the worker log of "
         "that rank at that time for the error."
@@ -121,33 +123,35 @@ class UnreportedFailure(RuleVerdict):
         if len(requests) > 1:
             whose, they = ("the answers of these requests are", "they")
         return Finding(
-            kind="unreported_failure",
+            of=UNREPORTED_FAILURE,
             certainty="undecidable" if doubt else "proven",
-            title=(
-                f"rank {answer.rank} answered that load {answer.load} of request {first.request} went well, although "
-                f"its last get{' in this log' if doubt else ''} ended {call.outcome}{': ' + why if why else ''}{more}"
-            ),
             since_seq=call.seq,
             requests=requests,
             blocks=listed(tuple(part for each in blocks for part in each)),
             ranks=(answer.rank,),
             code=_code(call)[0] or None,
-            culprit=f"the worker of rank {answer.rank}, which said that all was loaded (event {answer.seq})",
-            advice=(
-                "Do not trust the output of the request, and reset the prefix cache. Look for the error in the worker "
-                f"log of rank {answer.rank} at {words.clock(call.ts_ns)} UTC."
-                if not doubt
-                else f"See in the worker log of rank {answer.rank} from {words.clock(call.ts_ns)} UTC on whether it "
-                "tried again and got all. If not, do not trust the output of the request, and reset the prefix cache."
-            ),
             lead_seq=call.seq,
-            doubt=doubt,
             chain=tuple(shown),
             loads=tuple(dict.fromkeys(each.answer.load for each in alike.kept)),
-            impact=(
-                f"{whose} unreliable: {they} went on with KV that did not arrive"
-                if not doubt
-                else f"if KV did not arrive, {whose} unreliable",
+            facts=Told(
+                title=(
+                    f"rank {answer.rank} answered that load {answer.load} of request {first.request} went well, although "
+                    f"its last get{' in this log' if doubt else ''} ended {call.outcome}{': ' + why if why else ''}{more}"
+                ),
+                culprit=f"the worker of rank {answer.rank}, which said that all was loaded (event {answer.seq})",
+                advice=(
+                    "Do not trust the output of the request, and reset the prefix cache. Look for the error in the worker "
+                    f"log of rank {answer.rank} at {words.clock(call.ts_ns)} UTC."
+                    if not doubt
+                    else f"See in the worker log of rank {answer.rank} from {words.clock(call.ts_ns)} UTC on whether it "
+                    "tried again and got all. If not, do not trust the output of the request, and reset the prefix cache."
+                ),
+                doubt=doubt,
+                impact=(
+                    f"{whose} unreliable: {they} went on with KV that did not arrive"
+                    if not doubt
+                    else f"if KV did not arrive, {whose} unreliable",
+                ),
             ),
         )
 
@@ -202,31 +206,33 @@ class UnreportedFailure(RuleVerdict):
             )
         lives = " End the request: it gets no answer." if wait.request in self.state.book.requests else ""
         yield Finding(
-            kind="unreported_failure",
+            of=UNREPORTED_FAILURE,
             certainty=certain,
-            title=(
-                f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
-                f"{': ' + why if why else ''}, and no report to the scheduler is in this log{late}"
-            ),
-            brief=(
-                f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
-                f"{f': {code}' if code else ''}, and the scheduler got no report of it{' in time' if late else ''}"
-            ),
             since_seq=first.seq,
             requests=(wait.request,),
             blocks=listed(wait.blocks),
             ranks=tuple(sorted({event.rank for event in failures})),
             code=code or None,
-            culprit=(
-                f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler"
-                f"{' in time' if late else ''}"
-            ),
-            advice=f"{first_of_all}Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
             lead_seq=first.seq,
-            doubt=doubt,
             chain=(wait.chain[0], *failures[:6]),
-            facts={"transfers": [wait.transfer] if wait.transfer else []},
             loads=(wait.number,) if wait.what == "load" else (),
+            transfers=(wait.transfer,) if wait.transfer else (),
+            facts=Told(
+                title=(
+                    f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
+                    f"{': ' + why if why else ''}, and no report to the scheduler is in this log{late}"
+                ),
+                brief=(
+                    f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
+                    f"{f': {code}' if code else ''}, and the scheduler got no report of it{' in time' if late else ''}"
+                ),
+                culprit=(
+                    f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler"
+                    f"{' in time' if late else ''}"
+                ),
+                advice=f"{first_of_all}Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
+                doubt=doubt,
+            ),
         )
 
 

@@ -24,6 +24,7 @@ from ledger import events as ev
 from ledger.file.read import open_log
 from ledger.replay.case import replay_files
 from ledger.replay.fold import replay
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 from tests.engine.conftest import Run, run_scenario
 
@@ -168,7 +169,7 @@ def by_fingerprints(replayed: Replayed, findings: Sequence[Finding]) -> tuple[se
 
 
 def _tainted(findings: Iterable[Finding]) -> set[str]:
-    return {entry["key"] for finding in findings for entry in finding.facts["tainted"]}
+    return {entry.key for finding in findings for entry in finding.tainted}
 
 
 # --- the scenarios ----------------------------------------------------------------------------------------------------
@@ -421,7 +422,7 @@ def score(scenario: Scenario, run: Run, others: dict[str, Run]) -> Row:
         row.problems += [f"{must}: {each}" for each in wrong]
     row.false_alarms = len(left)
     row.problems += [
-        f"false alarm in {log}: {finding.kind} ({finding.certainty}): {finding.title}; {finding.culprit}"
+        f"false alarm in {log}: {finding.kind} ({finding.certainty}): {say(finding).title}; {say(finding).culprit}"
         for log, finding in left
     ]
     return row
@@ -449,12 +450,12 @@ def mismatches(must: Must, findings: Sequence[Finding], seen: Replayed, row: Row
     for finding in findings:
         if must.ranks is not None and tuple(finding.ranks) != must.ranks:
             wrong.append(f"ranks {list(finding.ranks)}, not {list(must.ranks)}")
-        said = f"{finding.title}; {finding.culprit}"
+        said = f"{say(finding).title}; {say(finding).culprit}"
         wrong += [f"does not say '{words}', but '{said}'" for words in must.says if words not in said]
         wrong += [f"sends to the wrong side: '{said[said.index(words) :]}'" for words in must.denies if words in said]
     if must.struck:
         struck = {key_hash(key) for key in seen.run.result["struck"][must.struck]}
-        named = {key for finding in findings for key in finding.facts.get("keys", ())}
+        named = {key for finding in findings for key, _ in finding.missing_keys}
         if struck != named:
             wrong.append(f"names the keys {sorted(named)}, and {sorted(struck)} were struck")
     if must.keys is not None:

@@ -12,6 +12,7 @@ from ledger import events as ev
 from ledger.replay.case import LogResult, in_time
 from ledger.replay.fold import Replay, Result
 from ledger.replay.join import join
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS, Expected, Incident
 
@@ -62,7 +63,7 @@ def replay_together(
 
 def mismatch(expected: Expected, log: str, finding: Finding) -> str:
     """Return what a finding does not name as it must; empty if all is right."""
-    said = f"{finding.title}; {finding.culprit}"
+    said = f"{say(finding).title}; {say(finding).culprit}"
     wrong = [
         f"{name} {getattr(finding, name)}, not {wanted}"
         for name in ("jobs", "ranks", "requests", "blocks")
@@ -96,7 +97,7 @@ def score(incident: Incident) -> Row:
             row.problems.append(f"{finding.kind}: {wrong}")
     alarms = replay_together(incident.logs(healthy=True))
     row.false_alarms = len(alarms)
-    row.problems += [f"false alarm in the healthy twin: {finding.kind}: {finding.title}" for _, finding in alarms]
+    row.problems += [f"false alarm in the healthy twin: {finding.kind}: {say(finding).title}" for _, finding in alarms]
     return row
 
 

@@ -10,9 +10,11 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.blocks import of_pairs
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Finding, Kind, Role, Told
 
 Block = tuple[int, int]
+
+POISON = Kind("poison", Role.CAUSE | Role.WRONG_KV | Role.TAINTS)
 
 GIVEN_AWAY = "the blocks of a job were given away"
 """The cause of all findings about jobs: in one log they are one incident."""
@@ -174,18 +176,20 @@ def untold_finding(untold: Untold) -> Finding:
             "named. A new cache_prefix is the safe way."
         )
     return Finding(
-        kind="poison",
+        of=POISON,
         certainty="proven" if proven else "suspected",
-        title=f"{'; '.join(told)}: too many to tell one by one",
         since_seq=min(chain),
-        culprit="the same as of those that are told one by one",
-        advice=advice,
-        also=advice,
         cause=GIVEN_AWAY if first is not None and first.work.job >= 0 else "",
         lead_seq=min(chain),
-        doubt="" if proven else "none of them is proven by itself; only the bytes would tell",
         chain=tuple(chain[seq] for seq in sorted(chain)),
-        facts={"untold": {"calls": untold.calls, "proven": untold.proven, "caught": untold.caught}},
+        overflow=True,
+        facts=Told(
+            title=f"{'; '.join(told)}: too many to tell one by one",
+            culprit="the same as of those that are told one by one",
+            advice=advice,
+            also=advice,
+            doubt="" if proven else "none of them is proven by itself; only the bytes would tell",
+        ),
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.errors import Refused
-from ledger.verdicts.base import Certainty, Finding, Verdict, listed
+from ledger.verdicts.base import Certainty, Finding, Told, Verdict, listed
 from ledger.verdicts.history import Chain, End, Trail
 from ledger.verdicts.shared.sample import Alike
 
@@ -109,12 +109,12 @@ class RuleVerdict(Verdict):
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take an event that the book refused, if its rule is of this kind."""
         is_report = isinstance(event, ev.RankCompleted | ev.RankLoaded | ev.RankSent | ev.PeerSettled)
-        if kind_of_rule(refusal.rule, is_report) in self.kinds:
+        if kind_of_rule(refusal.rule, is_report) in [kind.name for kind in self.kinds]:
             self.take(event, refusal.rule, refusal.detail, is_report)
 
     def on_invariant_violated(self, event: ev.InvariantViolated) -> None:
         """Take a broken rule that the engine noticed itself."""
-        if kind_of_rule(event.rule, event.rank >= 0) in self.kinds:
+        if kind_of_rule(event.rule, event.rank >= 0) in [kind.name for kind in self.kinds]:
             self.take(event, event.rule, event.detail, event.rank >= 0)
 
     def take(
@@ -191,23 +191,25 @@ class RuleVerdict(Verdict):
         who = f" of rank {first.rank}" if first.is_report and first.rank >= 0 else ""
         times = f" ({number:,} times in all)" if number > 1 else ""
         return Finding(
-            kind=self.kinds[0],
+            of=self.kinds[0],
             certainty=certain,
-            title=f"{self.lead.format(who)}{first.detail}{said}{times}",
             since_seq=first.event.seq,
             requests=tuple(dict.fromkeys(broken.request for broken in group if broken.request)),
             jobs=tuple(dict.fromkeys(broken.job for broken in group if broken.job >= 0)),
             blocks=tuple(sorted({block for broken in group for block in broken.blocks})),
             ranks=tuple(sorted({broken.rank for broken in group if broken.rank >= 0})),
             code=None,
-            culprit=f"{_who(first)}, which broke the rule {first.rule} at event {first.event.seq}",
-            advice=self.advise(first, end),
-            impact=self.impact(first),
             lead_seq=first.event.seq,
-            doubt=first.blind,
-            facts={"transfers": list(dict.fromkeys(broken.transfer for broken in group if broken.transfer))},
             chain=tuple({event.seq: event for event in sorted(shown, key=lambda event: event.seq)}.values()),
             loads=tuple(dict.fromkeys(broken.load for broken in group if broken.load >= 0)),
+            transfers=tuple(dict.fromkeys(broken.transfer for broken in group if broken.transfer)),
+            facts=Told(
+                title=f"{self.lead.format(who)}{first.detail}{said}{times}",
+                culprit=f"{_who(first)}, which broke the rule {first.rule} at event {first.event.seq}",
+                advice=self.advise(first, end),
+                impact=self.impact(first),
+                doubt=first.blind,
+            ),
         )
 
 

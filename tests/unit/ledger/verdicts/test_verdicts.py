@@ -9,6 +9,7 @@ from ledger import events as ev
 from ledger.errors import Refused
 from ledger.replay.fold import Replay, Result, replay
 from ledger.replay.incidents import grouped
+from ledger.report.wording import public, say
 from ledger.state.apply import State
 from ledger.verdicts import poison
 from ledger.verdicts.base import Finding
@@ -59,17 +60,17 @@ def test_a_rank_is_not_called_silent_where_no_address_was_free_for_what_workers_
         return only(replay(log.closes().events))
 
     nothing = "nothing of rank 1 for job 0 is in this log"
-    assert waits().culprit == nothing
-    assert waits("evidence cannot be received at tcp://host:1: in use").culprit != nothing
+    assert say(waits()).culprit == nothing
+    assert say(waits("evidence cannot be received at tcp://host:1: in use")).culprit != nothing
 
 
 def test_of_a_torn_end_only_that_there_is_no_log_closed_is_proven():
     finding = only(replay(waiting_job(seconds=1).events, "torn"))
-    assert finding.title.endswith("there is no log_closed")
+    assert say(finding).title.endswith("there is no log_closed")
     for reading in ("the process ended hard", "its disk took nothing", "this copy lacks the end"):
-        assert reading in finding.culprit
-    assert "killed" not in finding.title + finding.culprit
-    assert "If the disk took what it was given, the engine's last 50 ms" in finding.advice
+        assert reading in say(finding).culprit
+    assert "killed" not in say(finding).title + say(finding).culprit
+    assert "If the disk took what it was given, the engine's last 50 ms" in say(finding).advice
 
 
 def test_a_job_that_is_open_for_longer_is_a_stall_and_proven_when_the_log_was_closed():
@@ -88,9 +89,9 @@ def test_a_log_that_goes_on_is_not_said_to_leak_for_ever(ending: str):
     log.passes(6)
     log.arrives("Q")
     finding = only(replay(log.events, ending))
-    assert "had not settled by then" in finding.title
-    assert "restart" not in finding.advice
-    assert "Replay the log" in finding.advice
+    assert "had not settled by then" in say(finding).title
+    assert "restart" not in say(finding).advice
+    assert "Replay the log" in say(finding).advice
 
 
 @pytest.mark.parametrize("why", [{}, {"reason": "exception", "exception": "ValueError"}])
@@ -105,7 +106,7 @@ def test_of_an_engine_that_has_shut_down_no_stack_is_asked_for_and_no_restart(wh
     broken.invariant_violated(rule="rank_reported_twice", detail="in words", job=0, rank=0)
     for log, kind in ((hanging, "stall"), (lost, "leak"), (broken, "leak")):
         finding = next(each for each in replay(log.closes(**why).events).findings if each.kind == kind)
-        told = f"{finding.advice} {finding.also}"
+        told = f"{say(finding).advice} {say(finding).also}"
         assert "The engine has shut down" in told
         assert "restart" not in told.lower()
         assert "Take a stack" not in told
@@ -146,7 +147,7 @@ def test_a_put_that_raised_is_a_leak_as_soon_as_its_report_would_have_come():
     log.arrives("Q3")
     finding = only(replay(log.events, "live"))
     assert (finding.kind, finding.certainty, finding.ranks) == ("leak", "suspected", (1,))
-    assert "ValueError" in finding.culprit
+    assert "ValueError" in say(finding).culprit
 
 
 @pytest.mark.parametrize("ahead_s", [0, 86_400, -86_400])
@@ -209,7 +210,7 @@ def test_an_older_job_behind_a_gap_takes_neither_proof_nor_cause_from_a_job_that
     hidden, seen = replay(log.closes().events).findings
     assert (hidden.kind, hidden.certainty, hidden.jobs) == ("leak", "undecidable", (1,))
     assert (seen.kind, seen.certainty, seen.jobs) == ("leak", "proven", (2,))
-    assert "raised RuntimeError" in seen.culprit
+    assert "raised RuntimeError" in say(seen).culprit
 
 
 def test_two_jobs_that_were_seen_whole_show_a_missing_rank_whatever_a_gap_hides_of_an_older_one():
@@ -242,7 +243,7 @@ def test_a_silent_job_and_one_whose_put_raised_are_told_each_by_what_its_rank_di
     log.passes(100, steps=1000)
     silent, raised = replay(log.closes().events).findings
     assert (silent.jobs, raised.jobs) == ((1,), (2,))
-    assert "raised RuntimeError" in raised.culprit
+    assert "raised RuntimeError" in say(raised).culprit
 
 
 def test_a_put_that_ended_well_may_be_followed_by_another_one_so_it_alone_is_no_leak():
@@ -261,9 +262,9 @@ def test_a_wait_names_whom_it_waits_for_what_it_holds_and_who_waits_behind_it():
     assert finding.ranks == (1,)
     assert finding.blocks == tuple((0, block) for block in range(5, 13))
     assert finding.requests == ("R", "Q")
-    assert "rank 1 began put #1 at event" in finding.culprit
+    assert "rank 1 began put #1 at event" in say(finding).culprit
     assert finding.suffering == ("Q",)
-    assert "1 open job pins 8 of 99 blocks" in finding.culprit
+    assert "1 open job pins 8 of 99 blocks" in say(finding).culprit
     assert finding.since_seq == 4
 
 
@@ -276,7 +277,7 @@ def test_a_request_that_waits_has_waited_since_it_was_queued_whatever_was_looked
     log.preempts("W")
     finding = only(replay(log.closes().events))
     assert finding.suffering == ("Q",)
-    assert finding.impact == ("request Q had waited to run for 5.50 s",)
+    assert say(finding).impact == ("request Q had waited to run for 5.50 s",)
 
 
 def test_one_missing_rank_of_one_job_is_an_accident_and_of_two_jobs_a_system():
@@ -304,13 +305,13 @@ def test_a_finding_of_several_waits_names_the_request_of_its_first_and_counts_th
     log.passes(100)
     log.steps()
     log.arrives("Q")
-    assert only(replay(log.events, "live")).title == (
+    assert say(only(replay(log.events, "live"))).title == (
         "store job 1 of request R1 had not settled by then: no report of rank 1 in 1 min 40 s; 2 more jobs likewise; "
         "24 blocks held"
     )
     log.put_begins(1, 1)
     log.put_begins(2, 1)
-    assert only(replay(log.closes().events)).title == (
+    assert say(only(replay(log.closes().events))).title == (
         "store job 1 of request R1 has been open for 1 min 40 s; no answer of rank 1 is in this log; "
         "1 more job likewise"
     )
@@ -348,24 +349,24 @@ def expires(lost: str, *, open_still: bool = False) -> Finding:
 
 def test_that_nobody_asked_for_a_transfer_is_not_said_where_the_question_may_be_lost():
     nobody = "nobody asked for this transfer"
-    assert (expires("no").certainty, nobody in expires("no").culprit) == ("proven", False)
+    assert (expires("no").certainty, nobody in say(expires("no")).culprit) == ("proven", False)
     served = expires("rank 0")
-    assert (served.certainty, served.culprit) == (
+    assert (served.certainty, say(served).culprit) == (
         "proven",
         "some decode workers asked and others did not: see whether all ranks of the decode engine lived",
     )
     hidden = expires("nothing")
-    assert (hidden.certainty, hidden.inferred) == ("undecidable", "")
-    assert hidden.culprit == f"the decode engine, or the router before it, if {nobody}"
-    assert "that somebody asked for this transfer may be among them" in hidden.doubt
-    assert "nobody has asked" not in expires("rank 0", open_still=True).culprit
-    assert "nobody has asked" in expires("nothing", open_still=True).culprit
+    assert (hidden.certainty, say(hidden).inferred) == ("undecidable", "")
+    assert say(hidden).culprit == f"the decode engine, or the router before it, if {nobody}"
+    assert "that somebody asked for this transfer may be among them" in say(hidden).doubt
+    assert "nobody has asked" not in say(expires("rank 0", open_still=True)).culprit
+    assert "nobody has asked" in say(expires("nothing", open_still=True)).culprit
 
 
 def test_how_long_a_send_was_held_is_not_said_where_its_beginning_is_lost():
     finding = expires("ready")
-    assert finding.title == "send x1 of request R was freed only because it expired"
-    assert finding.impact == ("the blocks of send x1 were held in vain and are free again",)
+    assert say(finding).title == "send x1 of request R was freed only because it expired"
+    assert say(finding).impact == ("the blocks of send x1 were held in vain and are free again",)
 
 
 def test_expired_sends_of_several_requests_are_told_by_the_first():
@@ -378,7 +379,7 @@ def test_expired_sends_of_several_requests_are_told_by_the_first():
     for number in range(3):
         log.rank_sent(transfer=f"x{number}", request=f"R{number}", rank=0, outcome="expired")
         log.send_expired(transfer=f"x{number}", request=f"R{number}", expired_ranks=((0, 0),))
-    assert only(replay(log.closes().events)).title == (
+    assert say(only(replay(log.closes().events))).title == (
         "send x0 of request R0 held 8 blocks for 8 min 00 s in vain, and was freed only because it expired; "
         "2 more sends likewise"
     )
@@ -404,7 +405,7 @@ def test_a_load_that_was_never_given_to_the_workers_is_blamed_on_the_scheduler()
     log.passes(100)
     finding = only(replay(log.closes().events))
     assert finding.kind == "stall"
-    assert "that it was given to the workers is not in this log" in finding.title
+    assert "that it was given to the workers is not in this log" in say(finding).title
 
 
 def test_an_idle_engine_with_no_request_is_not_stuck():
@@ -433,7 +434,7 @@ def test_a_gap_of_the_scheduler_makes_open_work_undecidable_until_the_book_comes
     log.request_scheduled(request="Q", generation=1)
     finding = only(replay(log.events, "live"))
     assert (finding.kind, finding.certainty) == ("stall", "undecidable")
-    assert "5 events of scheduler are lost" in finding.doubt
+    assert "5 events of scheduler are lost" in say(finding).doubt
     log.checkpoint(digest=log.state.digest(), book=msgspec.Raw(log.state.encode()))
     assert kinds(replay(log.closes().events)) == ["stall proven"]
 
@@ -456,7 +457,7 @@ def test_one_lost_event_is_told_in_the_singular(dropped: int, lost: str):
     log.saves(0, "R", blocks=(5, 12))
     log.gap(origin="rank 0", dropped=dropped, reason="queue full")
     log.passes(100, steps=100)
-    assert only(replay(log.closes().events)).doubt.startswith(f"{lost} lost at event 6 (queue full)")
+    assert say(only(replay(log.closes().events))).doubt.startswith(f"{lost} lost at event 6 (queue full)")
 
 
 def test_without_evidence_nothing_is_claimed_of_what_a_rank_did():
@@ -467,7 +468,7 @@ def test_without_evidence_nothing_is_claimed_of_what_a_rank_did():
     log.passes(100)
     finding = only(replay(log.closes().events))
     assert finding.kind == "leak"
-    assert "what rank 1 did is not recorded" in finding.culprit
+    assert "what rank 1 did is not recorded" in say(finding).culprit
 
 
 def test_a_file_that_disagrees_with_the_code_proves_nothing_of_what_is_open():
@@ -475,7 +476,7 @@ def test_a_file_that_disagrees_with_the_code_proves_nothing_of_what_is_open():
     log.checkpoint(digest="0" * 64)
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty) == ("stall", "undecidable")
-    assert "--check" in finding.doubt
+    assert "--check" in say(finding).doubt
 
 
 def test_a_transfer_that_the_engine_would_still_give_up_by_itself_is_suspected_at_most():
@@ -486,7 +487,7 @@ def test_a_transfer_that_the_engine_would_still_give_up_by_itself_is_suspected_a
     log.arrives("Q")
     finding = only(replay(log.events, "live"))
     assert (finding.kind, finding.certainty) == ("stall", "suspected")
-    assert "9 min 00 s" in finding.doubt
+    assert "9 min 00 s" in say(finding).doubt
     log.passes(500, steps=10)
     assert kinds(replay(log.closes().events)) == ["stall proven"]
 
@@ -527,15 +528,15 @@ def test_a_put_that_begins_a_step_after_its_block_was_given_away_is_proven_poiso
     finding = only(replay(given_away(put_step=1).events))
     assert (finding.kind, finding.certainty) == ("poison", "proven")
     assert finding.blocks == ((0, 5), (0, 6), (0, 7), (0, 8))
-    assert [entry["key"] for entry in finding.facts["tainted"]] == ["a", "b", "c", "d"]
+    assert [entry.key for entry in finding.tainted] == ["a", "b", "c", "d"]
 
 
 def test_a_put_in_the_same_step_may_have_read_before_the_new_owner_wrote():
     finding = only(replay(given_away(put_step=0).events))
     assert (finding.kind, finding.certainty) == ("poison", "suspected")
-    assert "may have read blocks" in finding.title
-    assert "may hold KV of another request" in finding.title
-    assert "only the bytes would tell" in finding.doubt
+    assert "may have read blocks" in say(finding).title
+    assert "may hold KV of another request" in say(finding).title
+    assert "only the bytes would tell" in say(finding).doubt
 
 
 def test_keys_of_a_put_that_has_not_returned_are_not_said_to_be_stored():
@@ -549,8 +550,8 @@ def test_keys_of_a_put_that_has_not_returned_are_not_said_to_be_stored():
     log.put_begins(0, keys="abcdefgh")
     log.steps(1)
     finding = only(replay(log.events, "live"))
-    assert "no return of a put of 4 keys is in this log, and it may store" in finding.title
-    assert "hold KV" not in finding.title
+    assert "no return of a put of 4 keys is in this log, and it may store" in say(finding).title
+    assert "hold KV" not in say(finding).title
 
 
 def test_a_put_that_was_open_when_its_block_was_given_away_is_suspected():
@@ -570,7 +571,7 @@ def test_a_block_that_comes_back_in_another_group_is_the_same_memory():
     log.request_aborted(request="R", generation=2)
     finding = only(replay(log.closes().events))
     assert finding.blocks == ((0, 6), (0, 7))
-    assert [entry["key"] for entry in finding.facts["tainted"]] == ["b", "c"]
+    assert [entry.key for entry in finding.tainted] == ["b", "c"]
 
 
 def test_a_put_that_had_ended_before_is_no_poison_even_if_its_evidence_comes_late():
@@ -600,7 +601,7 @@ def test_keys_that_were_not_stored_are_not_tainted():
     log.finishes("R")
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty) == ("poison", "suspected")
-    assert finding.facts["tainted"] == []
+    assert finding.tainted == ()
 
 
 def test_a_block_that_goes_to_another_life_of_the_same_request_is_suspected():
@@ -616,7 +617,7 @@ def test_a_block_that_goes_to_another_life_of_the_same_request_is_suspected():
     log.finishes("R", 2)
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty) == ("poison", "suspected")
-    assert "lives of one request" in finding.doubt
+    assert "lives of one request" in say(finding).doubt
 
 
 def caught(log: Script, key: str, block: int, *, removed: bool = True, job: int = 0) -> None:
@@ -638,7 +639,7 @@ def test_a_block_that_a_worker_saw_change_is_proven_poison():
     log.finishes("R")
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty) == ("poison", "proven")
-    assert [(entry["key"], entry["certainty"], entry["removed"]) for entry in finding.facts["tainted"]] == [
+    assert [(entry.key, entry.certainty, entry.removed) for entry in finding.tainted] == [
         ("a", "proven", True),
         ("b", "suspected", False),
     ]
@@ -654,7 +655,7 @@ def test_a_block_that_changed_without_a_known_owner_is_told_too():
     log.finishes("R")
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty, finding.blocks) == ("poison", "proven", ((0, 7),))
-    assert "1 could not be removed" in finding.title
+    assert "1 could not be removed" in say(finding).title
 
 
 def test_blocks_of_a_pinned_job_that_its_request_gives_up_are_no_finding():
@@ -716,7 +717,7 @@ def test_what_is_pulled_into_blocks_before_their_new_owners_own_pull_is_not_prov
     early_free, poison = replay(two_recvs_into_the_same_blocks(own_is_over=False).events).findings
     assert (early_free.kind, early_free.certainty) == ("early_free", "proven")
     assert (poison.kind, poison.certainty) == ("poison", "suspected")
-    assert "what request R2 itself waited for may have come into the blocks afterwards" in poison.doubt
+    assert "what request R2 itself waited for may have come into the blocks afterwards" in say(poison).doubt
 
 
 def test_what_is_pulled_into_blocks_after_their_new_owners_own_pull_is_proven_poison():
@@ -794,9 +795,9 @@ def test_poisoned_jobs_that_are_long_over_are_counted_and_not_kept(
     *told, rest = replayed.result().findings
     assert [finding.jobs for finding in told] == [(0,), (1,), (2,), (3,)]
     assert all(finding.certainty == "proven" for finding in (*told, rest))
-    assert rest.facts["untold"] == {"calls": 6, "proven": 6, "caught": 6 if caught_too else 0}
-    assert rest.title.startswith("6 more calls, from event ")
-    assert "more jobs are concerned than are named" in rest.also
+    assert rest.overflow
+    assert say(rest).title.startswith("6 more calls, from event ")
+    assert "more jobs are concerned than are named" in str(say(rest).also)
     assert len(grouped([(0, finding) for finding in (*told, rest)])) == 1
 
 
@@ -811,8 +812,8 @@ def test_blocks_that_were_seen_to_change_are_counted_when_they_are_too_many(monk
     log.reports(0, 0, "failed", code="CRC_MISMATCH")
     log.finishes("R")
     told, rest = replay(log.closes().events).findings
-    assert "3 keys held other KV than was meant" in told.title
-    assert rest.title == "2 more blocks were seen to change under a put: too many to tell one by one"
+    assert "3 keys held other KV than was meant" in say(told).title
+    assert say(rest).title == "2 more blocks were seen to change under a put: too many to tell one by one"
 
 
 def outlived(*, steps: int) -> Script:
@@ -871,12 +872,12 @@ def test_loads_whose_blocks_are_given_away_again_and_again_are_one_finding_that_
         log.finishes(f"Q{load}")
         log.finishes(f"X{load}")
     (early,) = [finding for finding in replay(log.closes().events).findings if finding.kind == "early_free"]
-    assert early.title == (
+    assert say(early).title == (
         "8 blocks of load 0 of request Q0 were given to request X0 while rank 0 may still write into them; "
         "299 more loads likewise"
     )
     assert len(early.loads) == 200
-    assert early.impact == ("the answers of at least 200 requests (X0, X1, X2, X3, X4 and 195 more) may be wrong",)
+    assert say(early).impact == ("the answers of at least 200 requests (X0, X1, X2, X3, X4 and 195 more) may be wrong",)
 
 
 def test_evidence_of_the_step_in_which_the_job_ended_proves_nothing():
@@ -959,7 +960,7 @@ def test_blocks_that_go_to_a_request_that_came_again_while_its_first_life_loads_
     log.gives("R", (5, 12))
     finding = replay(log.events, "live").findings[0]
     assert (finding.kind, finding.certainty) == ("early_free", "proven")
-    assert "were given to another life of request R while rank 0 may still write" in finding.title
+    assert "were given to another life of request R while rank 0 may still write" in say(finding).title
 
 
 @pytest.mark.parametrize("second_life_ends", [True, False])
@@ -971,8 +972,8 @@ def test_a_load_outlives_the_life_of_its_request_that_it_was_for(second_life_end
     log.passes(30)
     finding = replay(log.closes().events).findings[0]
     assert finding.kind == "stall"
-    assert "the request was aborted after 1.00 s" in finding.title
-    assert finding.impact[0] == "request R was aborted after 1.00 s without its KV"
+    assert "the request was aborted after 1.00 s" in say(finding).title
+    assert say(finding).impact[0] == "request R was aborted after 1.00 s without its KV"
 
 
 def test_how_a_request_ended_is_remembered_as_long_as_its_load_is_open():
@@ -981,7 +982,7 @@ def test_how_a_request_ended_is_remembered_as_long_as_its_load_is_open():
         log.runs(f"Q{number}")
         log.finishes(f"Q{number}")
     finding = replay(log.closes().events).findings[0]
-    assert "the request was aborted after 1.00 s" in finding.title
+    assert "the request was aborted after 1.00 s" in say(finding).title
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -994,7 +995,7 @@ def test_whatever_rule_the_engine_says_was_broken_is_a_finding(rule: str):
     finding = only(replay(log.closes().events))
     assert finding.kind == ("over_report" if rule == "rank_reported_twice" else "broken_rule")
     assert finding.certainty == "proven"
-    assert rule in finding.culprit
+    assert rule in say(finding).culprit
 
 
 def test_many_broken_rules_of_one_sort_are_one_finding():
@@ -1003,7 +1004,7 @@ def test_many_broken_rules_of_one_sort_are_one_finding():
         log.rank_completed(job=job, rank=0)
     finding = only(replay(log.closes().events))
     assert finding.kind == "stale_completion"
-    assert "(50 times in all)" in finding.title
+    assert "(50 times in all)" in say(finding).title
 
 
 def test_a_rule_that_was_broken_more_often_than_is_kept_is_counted_and_hides_no_other_one():
@@ -1014,7 +1015,7 @@ def test_a_rule_that_was_broken_more_often_than_is_kept_is_counted_and_hides_no_
         log.rank_completed(job=0, rank=0)
     log.rank_completed(job=0, rank=7)
     twice, unexpected = replay(log.events, "live").findings
-    assert "(300 times in all)" in twice.title
+    assert "(300 times in all)" in say(twice).title
     assert unexpected.ranks == (7,)
 
 
@@ -1024,8 +1025,8 @@ def test_late_results_that_are_more_than_is_kept_are_counted_and_hide_no_other_s
         log.report_ignored(what="recv", why="late", request=f"R{number}", transfer=f"x{number}", rank=0)
     log.report_ignored(what="send", why="another", request="S", transfer="y", rank=0)
     many, other = replay(log.closes().events).findings
-    assert "(300 such results)" in many.title
-    assert other.title.endswith("was ignored: another")
+    assert "(300 such results)" in say(many).title
+    assert say(other).title.endswith("was ignored: another")
 
 
 def reported_twice(*, own: bool, seconds: float = 5, times: int = 1) -> Script:
@@ -1060,14 +1061,14 @@ def test_a_report_too_many_is_not_that_of_an_older_job_that_gets_its_own(seconds
 
 def test_reports_too_many_are_counted_beyond_what_is_kept_of_them_until_the_older_job_gets_its_own():
     events = reported_twice(own=True, times=300).closes().events
-    assert "(300 times in all)" in only(replay(events)).title
+    assert "(300 times in all)" in say(only(replay(events))).title
 
 
 def test_a_report_too_many_is_that_of_an_older_job_once_the_own_report_of_that_one_would_have_come():
     early, late = reported_twice(own=False, seconds=0), reported_twice(own=False)
     finding = replay(early.events, "live").findings[0]
     assert (finding.kind, finding.certainty, finding.jobs) == ("stale_completion", "suspected", (0, 1))
-    assert "before the own report of job 0 would have come" in finding.doubt
+    assert "before the own report of job 0 would have come" in say(finding).doubt
     assert kinds(replay(late.events, "live"))[0] == "stale_completion proven"
 
 
@@ -1169,7 +1170,7 @@ def test_reports_of_which_nobody_knows_whose_they_were_are_one_finding():
     log.finishes("R")
     (finding,) = (each for each in replay(log.events).findings if each.kind == "over_report")
     assert (finding.certainty, len(finding.jobs)) == ("undecidable", 49)
-    assert "what rank 0 did is not recorded" in finding.doubt
+    assert "what rank 0 did is not recorded" in say(finding).doubt
 
 
 def test_a_book_that_has_no_older_job_any_more_ends_the_suspicion_that_a_report_was_its():
@@ -1210,7 +1211,7 @@ def test_a_report_for_a_job_that_does_not_ask_the_rank_is_not_said_to_have_come_
     log.finishes("R")
     (finding, *_) = replay(log.events).findings
     assert (finding.kind, finding.certainty, finding.jobs) == ("stale_completion", "proven", (0, 1))
-    assert finding.title.endswith("rank 1 reported job 1, which expects nothing of it")
+    assert say(finding).title.endswith("rank 1 reported job 1, which expects nothing of it")
 
 
 def test_a_failed_call_that_was_tried_again_and_went_well_is_no_finding():
@@ -1279,24 +1280,24 @@ def loses_events_of_the_scheduler(log: Script) -> None:
 
 def test_the_doubt_of_a_load_counted_without_a_rank_fits_what_the_rank_did():
     once = counted_without_rank_1(1)
-    assert (once.certainty, once.culprit) == ("suspected", "once: no answer of rank 1 is in this log")
-    assert "one load only" in once.doubt
+    assert (once.certainty, say(once).culprit) == ("suspected", "once: no answer of rank 1 is in this log")
+    assert "one load only" in say(once).doubt
     others = counted_without_rank_1(2, answers_before=True)
-    assert (others.certainty, others.culprit) == ("suspected", "2 times: rank 1 answered other work")
-    assert "rank 1 answered other work" in others.doubt
-    assert counted_without_rank_1(2).culprit == "systematic: no answer of rank 1 is in this log"
+    assert (others.certainty, say(others).culprit) == ("suspected", "2 times: rank 1 answered other work")
+    assert "rank 1 answered other work" in say(others).doubt
+    assert say(counted_without_rank_1(2)).culprit == "systematic: no answer of rank 1 is in this log"
 
 
 def test_loads_counted_without_a_rank_are_all_counted():
     finding = counted_without_rank_1(300)
-    assert "load 0 and 299 more loads counted" in finding.title
+    assert "load 0 and 299 more loads counted" in say(finding).title
     assert len(finding.loads) == 200
 
 
 def test_where_events_of_the_scheduler_are_lost_no_rank_is_said_to_have_never_answered():
     finding = counted_without_rank_1(2, gap=True)
     assert (finding.kind, finding.certainty) == ("missing_ranks", "undecidable")
-    assert "50,000 events of scheduler are lost" in finding.doubt
+    assert "50,000 events of scheduler are lost" in say(finding).doubt
     log = Script(ranks=2)
     loses_events_of_the_scheduler(log)
     for job in (1, 2):
@@ -1313,15 +1314,15 @@ def test_an_engine_that_ended_by_an_error_is_told_although_its_log_is_whole():
     log.runs("R")
     finding = only(replay(log.closes(reason="exception", exception="AssertionError").events))
     assert finding.kind == "torn_log"
-    assert "AssertionError" in finding.title
+    assert "AssertionError" in say(finding).title
 
 
 def test_findings_have_no_doubt_when_proven_and_a_doubt_when_not():
     for log, ending in ((waiting_job(seconds=61), "torn"), (waiting_job(seconds=61).closes(), "torn")):
         for finding in replay(log.events, ending).findings:
-            assert (finding.certainty == "proven") == (not finding.doubt)
-            if finding.doubt:
-                assert finding.doubt in finding.public()["advice"]
+            assert (finding.certainty == "proven") == (not say(finding).doubt)
+            if say(finding).doubt:
+                assert say(finding).doubt in public(finding)["advice"]
 
 
 def test_evidence_that_comes_after_its_job_is_over_does_no_harm():
