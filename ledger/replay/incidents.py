@@ -1,9 +1,9 @@
-"""Which findings are parts of one incident, and in which order they are told.
+"""Which findings are parts of one incident, and in which order they are shown.
 
 A failure that is not dealt with shows in several ways: the report that went to the wrong job, the blocks that stay held
 for it, the end of the log. Each is a finding, and together they are one thing to look at. They belong together when
-they are about the same job, load or transfer, or when the log has nothing else to tell them apart by than the request
-that both name. What merely waits behind an incident is not a part of it.
+they are about the same job, load or transfer, or when the request that both name is all that the log has to tell them
+apart. What merely waits behind an incident is not a part of it.
 
 Pure: findings in, incidents out. This file knows findings and nothing else.
 """
@@ -26,7 +26,7 @@ class Incident(msgspec.Struct, frozen=True):
 
     Attributes:
         members: the places of its findings in the list that was given, in that order.
-        head: the one of them that tells the cause.
+        head: the one of them that says the cause.
     """
 
     members: tuple[int, ...]
@@ -102,13 +102,13 @@ def grouped(found: Found) -> list[Incident]:
 
 
 def gravest(incidents: Sequence[Incident], found: Found) -> Incident:
-    """Return the incident to tell first of all: wrong KV that is proven, else what the engine has not dealt with."""
+    """Return the incident to show first of all: wrong KV that is proven, else what the engine has not dealt with."""
 
     def gravity(incident: Incident) -> int:
-        told = [found[member][1] for member in incident.members]
-        if any(finding.is_a(Role.WRONG_KV) and finding.certainty == "proven" for finding in told):
+        members = [found[member][1] for member in incident.members]
+        if any(finding.is_a(Role.WRONG_KV) and finding.certainty == "proven" for finding in members):
             return 0
-        return 1 if any(finding.is_a(Role.CAUSE | Role.SYMPTOM) for finding in told) else 2
+        return 1 if any(finding.is_a(Role.CAUSE | Role.SYMPTOM) for finding in members) else 2
 
     return min(incidents, key=gravity)
 
@@ -184,7 +184,7 @@ def _ended_in(torn: int, found: Found) -> int | None:
 
 
 def _head(members: Sequence[int], found: Found) -> int:
-    """Return the member that tells the cause: the first, or what the engine made of it; the most certain of alike."""
+    """Return the member that says the cause: the first, or what the engine made of it; the most certain of alike."""
     head = members[0]
     if found[head][1].is_a(Role.REPORTED | Role.SYMPTOM):
         ends = any(found[member][1].is_a(Role.ENDS_LOG) for member in members)

@@ -38,8 +38,8 @@ def why_lines(answer: Why, width: int = WIDTH) -> Iterator[str]:
             said = say(head)
             yield from page.wrap("  ", f"{head.kind} ({head.certainty}): {said.title}", hanging=4)
             for finding in others:
-                told = f"with it: {finding.kind} ({finding.certainty}): {say(finding).short}"
-                yield from page.wrap("    ", told, hanging=6)
+                line = f"with it: {finding.kind} ({finding.certainty}): {say(finding).short}"
+                yield from page.wrap("    ", line, hanging=6)
             steps = [said.other_log, said.advice, *dict.fromkeys(_step(finding) for finding in others)]
             yield from page.wrap("    ", f"look at: {said.culprit}", hanging=6)
             yield from page.wrap("    ", f"do next: {' '.join(step for step in steps if step)}", hanging=6)
@@ -119,8 +119,8 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
 def lost_lines(name: str, gaps: Sequence[ev.Gap], width: int = WIDTH) -> Iterator[str]:
     """Yield what an answer could not know, because the log has lost it."""
     if gaps:
-        told = f"{name} has lost {words.gaps(gaps)}. What happened there is not in this answer."
-        yield from Page(width).row("Lost", told)
+        lost = f"{name} has lost {words.gaps(gaps)}. What happened there is not in this answer."
+        yield from Page(width).row("Lost", lost)
 
 
 def next_lines(case: Case, name: str, width: int = WIDTH) -> Iterator[str]:

@@ -21,14 +21,14 @@ def impact(incident: Incident, case: Case) -> str:
         where = f" (engine {engine(case, index)})" if index != case.findings[incident.head][0] else ""
         clauses += [(clause, where) for clause in say(finding).impact]
     held = list(_held(incident, case))
-    told = dict.fromkeys([*_together(clauses), *_stored(incident, case)])
-    if not told:
-        told["no request is seen to suffer from it"] = None
+    parts = dict.fromkeys([*_together(clauses), *_stored(incident, case)])
+    if not parts:
+        parts["no request is seen to suffer"] = None
     if held:
-        told.update(dict.fromkeys(held))
+        parts.update(dict.fromkeys(held))
     elif _is_over(incident, case):
-        told["it is over: nothing of it is open at the end"] = None
-    return "; ".join(told)
+        parts["it is over: nothing is left open at the end"] = None
+    return "; ".join(parts)
 
 
 def _together(clauses: list[tuple[Clause, str]]) -> Iterator[str]:
@@ -47,7 +47,7 @@ def _together(clauses: list[tuple[Clause, str]]) -> Iterator[str]:
 def engine(case: Case, index: int) -> str:
     """Return the name of the engine that wrote a log, or of the file if the log does not say.
 
-    Where logs of several boots of one engine are told together, the boot is part of it.
+    Where logs of several boots of one engine are replayed together, the boot is part of it.
     """
     names = [log.result.opened.engine if log.result.opened is not None else log.path.name for log in case.logs]
     opened = case.logs[index].result.opened
@@ -103,8 +103,8 @@ def _stored(incident: Incident, case: Case) -> Iterator[str]:
 
 
 def _is_over(incident: Incident, case: Case) -> bool:
-    told = [case.findings[place] for place in incident.members]
-    if any(finding.is_a(Role.RECURS | Role.WRONG_KV | Role.HANGS) or finding.tainted for _, finding in told):
+    found = [case.findings[place] for place in incident.members]
+    if any(finding.is_a(Role.RECURS | Role.WRONG_KV | Role.HANGS) or finding.tainted for _, finding in found):
         return False
-    ends = [case.logs[index].result.end for index, _ in told]
+    ends = [case.logs[index].result.end for index, _ in found]
     return all(end is not None and end.how == "closed" for end in ends)

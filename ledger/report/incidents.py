@@ -1,4 +1,4 @@
-"""The part of a report that tells incidents: cause, consequences, what to do, and the events that show it.
+"""The part of a report about incidents: cause, consequences, what to do, and the events that show it.
 
 Pure: from results to lines; this file prints nothing.
 """
@@ -34,7 +34,7 @@ SHOWN_JOBS = 20
 """Jobs that are written out as options of a command, and runs of jobs that are named where there are more."""
 
 SHOWN_ALIKE = 8
-"""Findings of one kind and certainty beside the cause that are told one by one; of the others, how many there are."""
+"""Findings of one kind and certainty beside the cause that are shown one by one; the others are counted."""
 
 
 # --- incidents --------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
     index, head = case.findings[incident.head]
     said = say(head)
     several = len(case.logs) > 1
-    # What stands in another log has its ids in that log, so it is told in its line and not in the lists.
+    # What stands in another log has its ids in that log, so it stands in its own line and not in the lists.
     here = [finding for log, finding in members(incident, case) if log == index]
     since = next((event.ts_ns for event in head.chain if event.seq == head.since_seq), None)
     suffering = dict.fromkeys(name for finding in here for name in finding.suffering)
@@ -68,7 +68,7 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
     ]
     affected = [name for name in suffering if name not in own]
     single = len(case.incidents) == 1
-    told = [case.findings[place][1] for place in _told(incident, case)]
+    shown = [case.findings[place][1] for place in _shown(incident, case)]
     for label, value in (
         ("Concerns", "; ".join(part for part in concerned if part)),
         (
@@ -77,14 +77,14 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
         ),
         ("Impact", "" if single else f"{impact(incident, case)}."),
         ("Culprit", said.culprit),
-        *(("Note", note) for finding in told for note in say(finding).notes[: None if finding is head else 2]),
+        *(("Note", note) for finding in shown for note in say(finding).notes[: None if finding is head else 2]),
         *_certainties(incident, case),
         ("Do next", "" if single else do_next(incident, case)),
     ):
         if value:
             yield from page.row(label, value)
     yield from _keys(
-        [case.findings[place][1] for place in _told(incident, case) if case.findings[place][0] == index], page
+        [case.findings[place][1] for place in _shown(incident, case) if case.findings[place][0] == index], page
     )
     yield from _evidence(incident, case, page)
 
@@ -127,13 +127,13 @@ def steps_of(incident: Incident, case: Case) -> list[str]:
             first = finding.is_a(Role.SYMPTOM) and head.is_a(Role.MISCOUNTS)
             (urgent if first else steps).setdefault((log, step))
     steps.update(((log, _same_for_jobs(list(jobs))), None) for log, jobs in same.items())
-    told = [said.other_log] if said.other_log else []
+    lines = [said.other_log] if said.other_log else []
     before = -1
     for log, step in (*urgent, *steps):
         named = step.replace(" FILE ", f" {words.file(case.logs[log].path)} ")
-        told.append(named if log == before else f"On engine {engine(case, log)}: {named}")
+        lines.append(named if log == before else f"On engine {engine(case, log)}: {named}")
         before = log
-    return told
+    return lines
 
 
 def _same_for_jobs(jobs: list[int]) -> str:
@@ -157,35 +157,35 @@ def members(incident: Incident, case: Case) -> list[tuple[int, Finding]]:
 def _consequences(incident: Incident, case: Case, page: Page) -> Iterator[str]:
     """Yield the other findings of an incident, in short."""
     index, head = case.findings[incident.head]
-    told = _told(incident, case)
-    for place in sorted(told):
+    shown = _shown(incident, case)
+    for place in sorted(shown):
         log, finding = case.findings[place]
         if place == incident.head:
             continue
         alike = (finding.kind, finding.cause) == (head.kind, head.cause)
-        # What began later in the same log, with the same work, came after it; that is all that "then" claims.
+        # What began later in the same log, with the same work, came after it; that is all that "led to" claims.
         later = (
             log == index and not finding.is_a(Role.ENDS_LOG) and finding.since_seq > (head.lead_seq or head.since_seq)
         )
-        label = "Also" if alike else "Before" if place < incident.head else "Then" if later else "Beside"
+        label = "Preceded by" if place < incident.head and not alike else "Led to" if later and not alike else "Also"
         where = f" (in {case.logs[log].path.name})" if log != index else ""
         yield from page.row(label, f"{finding.kind.upper()} ({finding.certainty}): {say(finding).short}{where}")
-    left = Counter(_sort(case.findings[place][1]) for place in set(incident.members).difference(told))
+    left = Counter(_sort(case.findings[place][1]) for place in set(incident.members).difference(shown))
     if left:
         sorts = ", ".join(f"{number:,} {kind} ({certainty})" for (kind, certainty), number in left.items())
-        yield from page.row("Also", f"{sorts}, which are not told one by one here; --json names all")
+        yield from page.row("Also", f"{sorts}, which are not shown one by one here; --json names all")
 
 
-def _told(incident: Incident, case: Case) -> list[int]:
-    """Return the places of the findings that are told one by one, the cause first."""
+def _shown(incident: Incident, case: Case) -> list[int]:
+    """Return the places of the findings that are shown one by one, the cause first."""
     counted: Counter[tuple[str, str]] = Counter()
-    told = [incident.head]
+    shown = [incident.head]
     for place in incident.members:
         finding = case.findings[place][1]
         if place != incident.head and (counted[_sort(finding)] < SHOWN_ALIKE or finding.overflow):
             counted[_sort(finding)] += 1
-            told.append(place)
-    return told
+            shown.append(place)
+    return shown
 
 
 def _sort(finding: Finding) -> tuple[str, str]:
@@ -195,19 +195,19 @@ def _sort(finding: Finding) -> tuple[str, str]:
 def _certainties(incident: Incident, case: Case) -> Iterator[tuple[str, str]]:
     """Yield what is shown and what is concluded, of the cause and of the rest where it says so."""
     head = case.findings[incident.head][1]
-    told: set[str] = set()
-    for place in _told(incident, case):
+    named: set[str] = set()
+    for place in _shown(incident, case):
         finding = case.findings[place][1]
         if finding.is_a(Role.ENDS_LOG) and finding is not head:
-            continue  # its end is told with its log
+            continue  # its end is shown with its log
         name = "" if finding is head else f"{finding.kind.upper()}: "
         if finding is not head and finding.kind == head.kind and finding.jobs:
             name = f"of job {words.listed(finding.jobs)}: "
         said = say(finding)
         missing = said.not_proven
-        if not missing or missing in told:
+        if not missing or missing in named:
             continue
-        told.add(missing)
+        named.add(missing)
         if said.shown:
             yield "Proven", f"{name}{said.shown}"
         yield "Not proven", f"{name}{missing}"

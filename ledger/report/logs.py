@@ -1,4 +1,4 @@
-"""The part of a report that tells of logs: what each one is, what is open at its end, and its run in numbers.
+"""The part of a report about the logs: what each one is, what is open at its end, and its run in numbers.
 
 Pure: from results to lines; this file prints nothing.
 """
@@ -61,7 +61,7 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     if result.refused:
         first = result.refusals[0]
         which = f"{result.refused:,} events, the first of them " if result.refused > 1 else ""
-        yield from page.row("Refused", f"{which}event {first.event.seq}, which the book does not accept: {first.rule}")
+        yield from page.row("Refused", f"{which}event {first.event.seq}, which the state does not accept: {first.rule}")
 
 
 def _length(result: Result) -> str:
@@ -74,7 +74,7 @@ def _length(result: Result) -> str:
     mono_ns = result.end.now_mono_ns - result.first.mono_ns
     if abs(wall_ns - mono_ns) < CLOCK_SET_NS:
         return words.span(wall_ns)
-    return f"{words.span(mono_ns)}; the wall clock was set meanwhile, so that times of day mislead"
+    return f"{words.span(mono_ns)}; the wall clock was changed meanwhile, so do not trust times of day"
 
 
 def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:
@@ -235,7 +235,7 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
     """Yield the run in numbers."""
     story = result.story
     lost = lost_events([result])
-    yield from page.wrap("", f"Story in numbers{name}{', each of them at least' if lost else ''}")
+    yield from page.wrap("", f"The run in numbers{name}{', each of them at least' if lost else ''}")
     if lost:
         yield from page.row("Lost", f"{lost}, not in these numbers")
     reasons = ", ".join(
@@ -254,7 +254,7 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
             f"{story.jobs:,} registered, {story.jobs_settled:,} settled ({story.jobs_failed:,} with a failed rank), "
             f"{story.jobs_skipped:,} skipped; at most {words.plural(story.most_pinned_blocks, 'block')} pinned at a "
             "time"
-            f"{_times('; held until they were freed for', story.job_held)}",
+            f"{_times('; freed after', story.job_held)}",
         )
     if story.loads:
         yield from page.row(
@@ -319,7 +319,7 @@ def _times(label: str, durations: Durations) -> str:
 
 
 def _stands_out(slow: Slow, durations: Durations) -> bool:
-    """Return whether one of the slowest tells more than the median and the longest beside it."""
+    """Return whether one of the slowest says more than the median and the longest already do."""
     return durations.number >= 3 and slow.duration_ns > 1.2 * durations.percentile_ns(50)
 
 
@@ -344,7 +344,7 @@ def _calls(calls: Calls, opened: int) -> str:
     moved = f", {words.size(calls.bytes)} moved" if calls.bytes or calls.keys else ""
     keys = f" ({words.plural(calls.failed_keys, 'key')})" if calls.failed_keys else ""
     failed = f", {calls.failed_calls:,} failed{keys}" if calls.failed_calls else ""
-    more = f"; {opened:,}{' more' if calls.calls else ''} without a return in this log" if opened else ""
+    more = f"; {opened:,}{' more' if calls.calls else ''} still open when the log ends" if opened else ""
     return f"{words.plural(calls.calls, 'call')}{asked}{moved}{failed}{_times('; took', calls.durations)}{more}"
 
 

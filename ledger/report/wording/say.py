@@ -48,7 +48,7 @@ PUBLIC_FIELDS = (
 def public(finding: Finding) -> dict[str, Any]:
     """Return a finding in the shape that `kvledger replay --json` promises.
 
-    What keeps it from being proven, and what another log would tell, is said in its advice.
+    What keeps it from being proven, and what another log would show, is said in its advice.
     """
     said = say(finding)
     doubt = f"Not proven: {said.doubt}" if said.doubt else ""
@@ -80,11 +80,11 @@ def _with_report_counted(finding: Finding, said: Words) -> Words:
 
 def _with_other_logs(finding: Finding, said: Words) -> Words:
     """Return the words with what other logs know: why a transfer went wrong is said by the log of the other side."""
-    told = [each for each in finding.other_side if isinstance(each, Said)]
-    if not told:
+    known = [each for each in finding.other_side if isinstance(each, Said)]
+    if not known:
         return said
-    of_transfer = told[0].of_transfer
-    texts = [each.text for each in told]
+    of_transfer = known[0].of_transfer
+    texts = [each.text for each in known]
     inferred = [said.inferred] if said.inferred and not of_transfer else []
     if finding.elsewhere:
         inferred.append("that what the other log has of these keys is why they cannot be loaded")

@@ -51,7 +51,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
         culprit: who or what to look at.
         advice: what to do next.
         also: what is to be done about it as well, when it is the consequence of another finding.
-        other_log: what the log of the other side would tell; moot once it is replayed together with this one.
+        other_log: what the log of the other side would show; moot once it is replayed together with this one.
         shown: what of the culprit and title the events show, where they show a part of it only.
         inferred: the part that is concluded from them.
         doubt: why it is not proven, and what would decide. Empty when it is.
