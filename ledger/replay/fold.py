@@ -273,7 +273,7 @@ def _telling(tail: list[ev.AnyEvent]) -> tuple[ev.AnyEvent, ...]:
 
 
 def _placed(finding: Finding, end: End, lost: ev.Gap | None) -> Finding:
-    """Return a finding with how its log ends, and in doubt where a damaged file may have lost what speaks against it."""
+    """Return a finding with how its log ends, in doubt where a damaged file may have lost what speaks against it."""
     if lost is None or finding.is_a(Role.ENDS_LOG):
         return msgspec.structs.replace(finding, end=end)
     return msgspec.structs.replace(finding, end=end, certainty="undecidable", lost=lost)
