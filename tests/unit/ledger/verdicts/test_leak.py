@@ -6,6 +6,8 @@ import pytest
 from ledger.replay.fold import replay
 from ledger.report.wording import say
 from ledger.verdicts.base import Finding
+from ledger.verdicts.leak import Expired
+from ledger.verdicts.shared.doubts import LogGoesOn, LogIsLive
 from tests.incidents.script import Script
 from tests.unit.ledger.verdicts.shared import (
     kinds,
@@ -39,6 +41,7 @@ def test_a_log_that_goes_on_is_not_said_to_leak_for_ever(ending: str):
     log.passes(6)
     log.arrives("Q")
     finding = only(replay(log.events, ending))
+    assert finding.doubt == (LogIsLive() if ending == "live" else LogGoesOn())
     assert "had not settled by then" in say(finding).title
     assert "restart" not in say(finding).advice
     assert "Replay the log" in say(finding).advice
@@ -209,6 +212,10 @@ def expires(lost: str, *, open_still: bool = False) -> Finding:
 def test_that_nobody_asked_for_a_transfer_is_not_said_where_the_question_may_be_lost():
     nobody = "nobody asked for this transfer"
     assert (expires("no").certainty, nobody in say(expires("no")).culprit) == ("proven", False)
+    for lost, asked, hidden in (("no", True, False), ("rank 0", True, False), ("nothing", False, True)):
+        facts = expires(lost).facts
+        assert isinstance(facts, Expired)
+        assert (facts.asked, facts.hidden) == (asked, hidden)
     served = expires("rank 0")
     assert (served.certainty, say(served).culprit) == (
         "proven",
@@ -224,6 +231,8 @@ def test_that_nobody_asked_for_a_transfer_is_not_said_where_the_question_may_be_
 
 def test_how_long_a_send_was_held_is_not_said_where_its_beginning_is_lost():
     finding = expires("ready")
+    assert isinstance(finding.facts, Expired)
+    assert finding.facts.ready is None
     assert say(finding).title == "send x1 of request R was freed only because it expired"
     assert say(finding).impact == ("the blocks of send x1 were held until it expired, and are free again",)
 

@@ -3,6 +3,7 @@
 from ledger.replay.fold import replay
 from ledger.report.wording import say
 from ledger.verdicts.base import Finding
+from ledger.verdicts.missing_ranks import AnsweredOther, CountedWithout, OneLoadOnly
 from tests.incidents.script import Script
 from tests.unit.ledger.verdicts.shared import kinds, loses_events_of_the_scheduler, only
 
@@ -71,7 +72,9 @@ def test_the_doubt_of_a_load_counted_without_a_rank_fits_what_the_rank_did():
     once = counted_without_rank_1(1)
     assert (once.certainty, say(once).culprit) == ("suspected", "once: no answer from rank 1 is in this log")
     assert "one load only" in say(once).doubt
+    assert isinstance(once.doubt, OneLoadOnly)
     others = counted_without_rank_1(2, answers_before=True)
+    assert others.doubt == AnsweredOther(ranks=(1,))
     assert (others.certainty, say(others).culprit) == ("suspected", "2 times: rank 1 answered other work")
     assert "rank 1 answered other work" in say(others).doubt
     assert say(counted_without_rank_1(2)).culprit == "systematic: no answer from rank 1 is in this log"
@@ -79,6 +82,7 @@ def test_the_doubt_of_a_load_counted_without_a_rank_fits_what_the_rank_did():
 
 def test_loads_counted_without_a_rank_are_all_counted():
     finding = counted_without_rank_1(300)
+    assert finding.facts == CountedWithout(load=0, times=300, answered_other=False)
     assert "load 0 and 299 more loads counted" in say(finding).title
     assert len(finding.loads) == 200
 

@@ -6,6 +6,8 @@ import pytest
 from ledger.replay.fold import replay
 from ledger.report.wording import say
 from ledger.verdicts.history import KEPT_OVER
+from ledger.verdicts.shared.doubts import CodeDisagrees, GivesUpByItself, SchedulerLost
+from ledger.verdicts.stall import NoAnswer, Pinned
 from tests.incidents.script import Script
 from tests.unit.ledger.verdicts.shared import (
     comes_again_while_its_load_is_open,
@@ -71,6 +73,9 @@ def test_a_wait_names_whom_it_waits_for_what_it_holds_and_who_waits_behind_it():
     assert finding.ranks == (1,)
     assert finding.blocks == tuple((0, block) for block in range(5, 13))
     assert finding.requests == ("R", "Q")
+    assert isinstance(finding.facts, NoAnswer)
+    assert [(view.rank, view.doing) for view in finding.facts.first.missing] == [(1, "in_call")]
+    assert finding.facts.pinned == Pinned(jobs=1, blocks=8, pool=99)
     assert "rank 1 began put #1 at event" in say(finding).culprit
     assert finding.suffering == ("Q",)
     assert "1 open job pins 8 of 99 blocks" in say(finding).culprit
@@ -122,6 +127,7 @@ def test_a_gap_of_the_scheduler_makes_open_work_undecidable_until_the_book_comes
     log.request_scheduled(request="Q", generation=1)
     finding = only(replay(log.events, "live"))
     assert (finding.kind, finding.certainty) == ("stall", "undecidable")
+    assert isinstance(finding.doubt, SchedulerLost)
     assert "5 events of scheduler are lost" in say(finding).doubt
     log.checkpoint(digest=log.state.digest(), book=msgspec.Raw(log.state.encode()))
     assert kinds(replay(log.closes().events)) == ["stall proven"]
@@ -132,6 +138,7 @@ def test_a_file_that_disagrees_with_the_code_proves_nothing_of_what_is_open():
     log.checkpoint(digest="0" * 64)
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty) == ("stall", "undecidable")
+    assert isinstance(finding.doubt, CodeDisagrees)
     assert "--check" in say(finding).doubt
 
 
@@ -143,6 +150,7 @@ def test_a_transfer_that_the_engine_would_still_give_up_by_itself_is_suspected_a
     log.arrives("Q")
     finding = only(replay(log.events, "live"))
     assert (finding.kind, finding.certainty) == ("stall", "suspected")
+    assert finding.doubt == GivesUpByItself(what="recv", transfer="x1", deadline_ns=540_000_000_000)
     assert "9 min 00 s" in say(finding).doubt
     log.passes(500, steps=10)
     assert kinds(replay(log.closes().events)) == ["stall proven"]
