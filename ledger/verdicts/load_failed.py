@@ -363,7 +363,7 @@ class LoadFailed(Verdict):
             and bool(ranks)
             and set(ranks) < set(first.all_ranks)
             and self._loaded_ranks.isdisjoint(ranks)
-            and not lost_answers(self.trail)
+            and lost_answers(self.trail) is None
         )
 
     def _transfers(self, code: str, stage: str, failed: list[ev.RecvFailed]) -> Finding:

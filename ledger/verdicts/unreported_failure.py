@@ -191,9 +191,9 @@ class UnreportedFailure(RuleVerdict):
         code, why = _why(first)
         late = self._until(wait)
         certain, doubt = certainty(end, [wait])
-        if doubt and wait.in_time and end.how == "closed" and not wait.blind:
+        if doubt and wait.in_time and end.how == "closed" and wait.blind is None:
             # The engine would have given the wait up in time. That does not undo that it was not told.
-            certain, doubt = "proven", ""
+            certain, doubt = "proven", None
         who = f"rank {first.rank}" + (f" and {first.peer}" if isinstance(first, ev.PeerSettled) and first.peer else "")
         at = words.clock(first.ts_ns)
         asked = wait.chain[0] if isinstance(wait.chain[0], ev.RecvRegistered) else None
@@ -214,6 +214,7 @@ class UnreportedFailure(RuleVerdict):
             ranks=tuple(sorted({event.rank for event in failures})),
             code=code or None,
             lead_seq=first.seq,
+            doubt=doubt,
             chain=(wait.chain[0], *failures[:6]),
             loads=(wait.number,) if wait.what == "load" else (),
             transfers=(wait.transfer,) if wait.transfer else (),
@@ -231,7 +232,6 @@ class UnreportedFailure(RuleVerdict):
                     f"{' in time' if late else ''}"
                 ),
                 advice=f"{first_of_all}Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
-                doubt=doubt,
             ),
         )
 

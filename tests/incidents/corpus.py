@@ -1058,7 +1058,7 @@ INCIDENTS: tuple[Incident, ...] = (
                 log="writer",
                 jobs=(2,),
                 ranks=(0,),
-                says=("no return of it is in this log",),
+                says=("without a return",),
             ),
             Expected(
                 kind="load_failed",
@@ -1109,7 +1109,7 @@ INCIDENTS: tuple[Incident, ...] = (
                 ranks=(1,),
                 requests=("R", "Q"),
                 blocks=blocks(30, 37),
-                says=("no return of it is in this log", "behind the same call: 3"),
+                says=("without a return", "behind the same call: 3"),
             ),
         ),
     ),

@@ -12,3 +12,12 @@ def answers(clause: Answers) -> str:
     named = words.listed(clause.requests)
     sure = "are unreliable" if clause.proven else "may be wrong"
     return f"the answers of {len(clause.requests)} requests ({named}), {clause.how}, {sure}"
+
+
+DOWN = "The engine has shut down: nothing is held any more."
+"""What to say of blocks once the engine has shut down."""
+
+
+def likewise(number: int, what: str) -> str:
+    """Return how a title ends that tells the first of several alike, of which `number` are left."""
+    return f"; {words.plural(number, 'more ' + what)} likewise" if number else ""

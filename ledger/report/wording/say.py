@@ -9,7 +9,7 @@ import msgspec
 
 from ledger.replay.join import Said
 from ledger.report.wording.words import Words, words_of
-from ledger.verdicts.base import Finding, Role
+from ledger.verdicts.base import Finding
 
 
 @cache
@@ -23,7 +23,6 @@ def say(finding: Finding) -> Words:
     """Return what is said of a finding."""
     _load()
     said = words_of(finding)
-    said = _with_report_counted(finding, said)
     said = _with_other_logs(finding, said)
     return _in_doubt(finding, said)
 
@@ -58,24 +57,6 @@ def public(finding: Finding) -> dict[str, Any]:
         "advice": " ".join(part for part in (said.other_log, said.advice, doubt) if part),
     }
     return {name: in_words[name] if name in in_words else getattr(finding, name) for name in PUBLIC_FIELDS}
-
-
-def _with_report_counted(finding: Finding, said: Words) -> Words:
-    """Return the words for a leak of one job with what is known of its report, or of the one counted for it."""
-    counted = finding.miscounted
-    if counted is None or not finding.is_a(Role.SYMPTOM):
-        return said
-    job = finding.jobs[0]
-    if job == counted.report_of:
-        known = f"its report of rank {counted.rank} was counted for job {counted.counted_for} (event {counted.seq})"
-    else:
-        known = (
-            f"the report of job {counted.report_of} was counted for it (event {counted.seq}), and its blocks were not "
-            "freed"
-        )
-    held = f"{len(finding.blocks):,} {'block is' if len(finding.blocks) == 1 else 'blocks are'} held"
-    title = f"store job {job} of request {finding.requests[0]} holds its blocks: {known}; {held}"
-    return msgspec.structs.replace(said, title=title)
 
 
 def _with_other_logs(finding: Finding, said: Words) -> Words:

@@ -99,7 +99,7 @@ def test_each_incident_has_one_culprit_and_one_thing_to_do(cases: dict[str, Case
 def test_what_came_of_a_cause_is_told_with_it_in_short(cases: dict[str, Case]):
     said = one_line(cases["S2"])
     assert said.count("Also LEAK (proven)") == 2  # both jobs had begun before
-    assert "store job 2 of request R holds its blocks: its report of rank 0 was counted for job 3 (event 33)" in said
+    assert "store job 2 of request R holds its blocks: its report from rank 0 was counted for job 3 (event 33)" in said
     assert "store job 3 of request R holds its blocks: the report of job 2 was counted for it (event 33)" in said
     said = one_line(cases["S6"])
     assert (
@@ -337,8 +337,8 @@ def test_the_logs_of_two_boots_of_one_engine_are_told_apart_by_their_boots(tmp_p
 
 def test_an_answer_that_was_ignored_is_not_said_to_be_missing(cases: dict[str, Case]):
     said = one_line(cases["S4"])
-    assert "no answer of rank 0" not in said
-    assert "the answer of rank 0 came late, at event 8, and was ignored" in said
+    assert "no answer from rank 0" not in said
+    assert "the answer from rank 0 came late, at event 8, and was ignored" in said
     assert "a failed result of rank 0 for x1, LOAD_TIMEOUT" in said
     assert "failed before asking" not in said  # the decode's log shows that it asked
 
