@@ -813,7 +813,7 @@ def test_blocks_that_were_seen_to_change_are_counted_when_they_are_too_many(monk
     log.finishes("R")
     told, rest = replay(log.closes().events).findings
     assert "3 keys held wrong KV" in say(told).title
-    assert say(rest).title == "2 more blocks were seen to change under a put: too many to tell one by one"
+    assert say(rest).title == "2 more blocks were seen to change under a put: too many to list one by one"
 
 
 def outlived(*, steps: int) -> Script:
