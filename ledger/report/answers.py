@@ -101,7 +101,7 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
     yield f"Requests reached: {len(radius.reached) or 'none in these logs'}"
     for spread in radius.reached:
         how = (
-            f"loaded key {spread.key} and what goes with it"
+            f"loaded key {spread.key}, with any other keys of the same get"
             if spread.how == "loaded"
             else "shared blocks with a request that was reached"
         )
@@ -113,7 +113,7 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
         for key, (log, request) in list(radius.derived.items())[:50]:
             yield from page.wrap("  ", f"{key} by request {request} in {names[log]}", hanging=4)
     if not radius.followed:
-        yield "The chain is longer than what was followed; there may be more."
+        yield "The chain is longer than what was followed; more requests may be reached."
 
 
 def lost_lines(name: str, gaps: Sequence[ev.Gap], width: int = WIDTH) -> Iterator[str]:

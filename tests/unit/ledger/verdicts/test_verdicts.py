@@ -91,7 +91,7 @@ def test_keys_of_a_put_that_has_not_returned_are_not_said_to_be_stored():
     log.put_begins(0, keys="abcdefgh")
     log.steps(1)
     finding = only(replay(log.events, "live"))
-    assert "no return of a put of 4 keys is in this log, and it may store" in say(finding).title
+    assert "a put of 4 keys did not return in this log, and may store" in say(finding).title
     assert "hold KV" not in say(finding).title
 
 
@@ -258,7 +258,7 @@ def test_what_is_pulled_into_blocks_before_their_new_owners_own_pull_is_not_prov
     early_free, poison = replay(two_recvs_into_the_same_blocks(own_is_over=False).events).findings
     assert (early_free.kind, early_free.certainty) == ("early_free", "proven")
     assert (poison.kind, poison.certainty) == ("poison", "suspected")
-    assert "what request R2 itself waited for may have come into the blocks afterwards" in say(poison).doubt
+    assert "the KV that request R2 itself waited for may have come into the blocks afterwards" in say(poison).doubt
 
 
 def test_what_is_pulled_into_blocks_after_their_new_owners_own_pull_is_proven_poison():
@@ -324,12 +324,12 @@ def poisoned_one_after_the_other(jobs: int, *, caught_too: bool = False) -> Scri
 def test_poisoned_jobs_that_are_long_over_are_counted_and_not_kept(
     monkeypatch: pytest.MonkeyPatch, *, caught_too: bool
 ):
-    monkeypatch.setattr(poison, "KEPT_HITS", 4)
+    monkeypatch.setattr(poison, "KEPT_ACCESSES", 4)
     log = poisoned_one_after_the_other(10, caught_too=caught_too)
     replayed = Replay([Poison]).feed(log.events)
     (verdict,) = replayed.verdicts
     assert isinstance(verdict, Poison)
-    assert len(verdict.hits) == 4
+    assert len(verdict.accesses) == 4
     assert len(verdict._tainted) == 8
     assert not verdict._open
     assert not verdict._moved
@@ -343,7 +343,7 @@ def test_poisoned_jobs_that_are_long_over_are_counted_and_not_kept(
 
 
 def test_blocks_that_were_seen_to_change_are_counted_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(poison, "KEPT_CAUGHT", 3)
+    monkeypatch.setattr(poison, "KEPT_CHANGED", 3)
     log = Script()
     log.runs("R")
     log.saves(0, "R", blocks=(5, 12))
@@ -353,8 +353,8 @@ def test_blocks_that_were_seen_to_change_are_counted_when_they_are_too_many(monk
     log.reports(0, 0, "failed", code="CRC_MISMATCH")
     log.finishes("R")
     told, rest = replay(log.closes().events).findings
-    assert "3 keys held other KV than was meant" in say(told).title
-    assert say(rest).title == "2 more blocks were seen to change under a put: too many to tell one by one"
+    assert "3 keys held wrong KV" in say(told).title
+    assert say(rest).title == "2 more blocks were seen to change under a put: too many to list one by one"
 
 
 def outlived(*, steps: int) -> Script:
