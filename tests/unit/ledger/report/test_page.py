@@ -142,7 +142,7 @@ def test_incidents_are_data_too_and_the_findings_stay_as_they_are(cases: dict[st
     assert [finding["kind"] for finding in data["findings"]] == ["unreported_failure", "stall", "leak", "late_event"]
     (incident,) = data["story"]["incidents"]
     assert (incident["findings"], incident["cause"], incident["after"]) == ([0, 1, 2, 3], 0, [1, 2, 3])
-    assert incident["do_next"].startswith("On engine decode: See whether prefill engine prefill lives")
+    assert incident["do_next"].startswith("On engine decode: Check that prefill engine prefill is up")
     assert incident["impact"].startswith("request R was aborted after 5 min 02 s without its KV")
 
 
@@ -335,7 +335,7 @@ def test_an_answer_that_was_ignored_is_not_said_to_be_missing(cases: dict[str, C
     said = one_line(cases["S4"])
     assert "no answer of rank 0" not in said
     assert "the answer of rank 0 came late, at event 8, and was ignored" in said
-    assert "a failed result of rank 0 for x1, LOAD_TIMEOUT" in said
+    assert "a failed result from rank 0 for x1, LOAD_TIMEOUT" in said
     assert "failed before asking" not in said  # the decode's log shows that it asked
 
 
