@@ -14,11 +14,13 @@
         ├── FileCorrupt
         └── FileNewer
 
-Messages are one line and say what to do. This file knows the stable codes and block lists, nothing else of the project.
+Messages are one line and say what to do. This file knows the stable codes, block lists and what a rule
+is, nothing else of the project.
 """
 
 from ledger.blocks import Blocks
 from ledger.codes import CODES, KVCacheErrorCode, Stage, raw_name
+from ledger.rules import Rule
 
 
 class LedgerError(Exception):
@@ -33,9 +35,9 @@ class Refused(LedgerError):
         detail: one line in an operator's words.
     """
 
-    def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(f"{rule}: {detail}")
-        self.rule = rule
+    def __init__(self, rule: Rule, detail: str) -> None:
+        super().__init__(f"{rule.name}: {detail}")
+        self.rule = rule.name
         self.detail = detail
 
 

@@ -16,7 +16,7 @@ from ledger.report import incidents as report_incidents
 from ledger.report import logs as report_logs
 from ledger.report.impact import impact
 from ledger.report.wording import public, say
-from ledger.verdicts.base import Finding, Told, as_data
+from ledger.verdicts.base import Finding, as_data
 
 
 def data(case: Case) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def data(case: Case) -> dict[str, Any]:
 
 def _facts_data(finding: Finding) -> dict[str, Any]:
     """Return what a finding holds beside its public shape, as data; a place stands for each event."""
-    facts: dict[str, Any] = as_data(finding.facts) if not isinstance(finding.facts, Told) else {}
+    facts: dict[str, Any] = as_data(finding.facts)
     known = {
         "transfers": finding.transfers,
         "tainted": finding.tainted,

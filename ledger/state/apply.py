@@ -21,6 +21,7 @@ import msgspec
 from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, Blocks, expand, from_ranges, spoken
 from ledger.errors import Refused
+from ledger.state import invariants as inv
 from ledger.state import pd as transfers
 from ledger.state.pd import Recv, Send
 
@@ -257,10 +258,10 @@ class State:
     def _job_registered(self, event: ev.JobRegistered) -> None:
         book = self.book
         if event.job < book.next_job:
-            raise Refused("job_id_reused", f"job {event.job} was registered before; the next id is {book.next_job}")
+            raise Refused(inv.JOB_ID_REUSED, f"job {event.job} was registered before; the next id is {book.next_job}")
         ranks = tuple(from_ranges(event.ranks))
         if not ranks:
-            raise Refused("job_without_ranks", f"job {event.job} names no rank that could ever report")
+            raise Refused(inv.JOB_WITHOUT_RANKS, f"job {event.job} names no rank that could ever report")
         book.jobs[event.job] = Job(
             event.request, event.generation, event.seq, event.mono_ns, ranks, ranks, tokens=event.tokens
         )
@@ -278,11 +279,11 @@ class State:
     def _pin_touched(self, event: ev.PinTouched) -> None:
         job = self._job(event.job)
         if job.blocks:
-            raise Refused("pinned_twice", f"job {event.job} has pinned its blocks already")
+            raise Refused(inv.PINNED_TWICE, f"job {event.job} has pinned its blocks already")
         if job.settled or job.outcomes:
-            raise Refused("pinned_late", f"job {event.job} pins blocks after a rank has reported")
+            raise Refused(inv.PINNED_LATE, f"job {event.job} pins blocks after a rank has reported")
         if _names_null_block(event.blocks):
-            raise Refused("null_block_pinned", f"job {event.job} pins the null block, which backs no KV")
+            raise Refused(inv.NULL_BLOCK_PINNED, f"job {event.job} pins the null block, which backs no KV")
         job.blocks = event.blocks
         _count_up(self.pins, event.blocks)
 
@@ -291,9 +292,9 @@ class State:
         rank = event.rank
         if rank not in job.waiting:
             if rank in job.outcomes:
-                raise Refused("rank_reported_twice", f"rank {rank} had reported job {event.job} before")
+                raise Refused(inv.RANK_REPORTED_TWICE, f"rank {rank} had reported job {event.job} before")
             raise Refused(
-                "unexpected_rank", f"rank {rank} is not one of the ranks {spoken(job.ranks)} of job {event.job}"
+                inv.UNEXPECTED_RANK, f"rank {rank} is not one of the ranks {spoken(job.ranks)} of job {event.job}"
             )
         job.waiting = tuple([other for other in job.waiting if other != rank])
         job.outcomes[rank] = event.outcome
@@ -302,11 +303,11 @@ class State:
         job = self._job(event.job)
         if job.waiting:
             missing = spoken(job.waiting)
-            raise Refused("settled_early", f"job {event.job} cannot settle while ranks {missing} have not reported")
+            raise Refused(inv.SETTLED_EARLY, f"job {event.job} cannot settle while ranks {missing} have not reported")
         if job.settled:
-            raise Refused("settled_twice", f"job {event.job} had settled before")
+            raise Refused(inv.SETTLED_TWICE, f"job {event.job} had settled before")
         if job.quarantined:
-            raise Refused("job_quarantined", f"job {event.job} is quarantined: its blocks stay pinned")
+            raise Refused(inv.JOB_QUARANTINED, f"job {event.job} is quarantined: its blocks stay pinned")
         job.settled = True
         if not job.blocks:
             self._forget_job(event.job)
@@ -316,12 +317,12 @@ class State:
         if not job.settled:
             missing = spoken(job.waiting)
             raise Refused(
-                "freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them"
+                inv.FREED_EARLY, f"blocks of job {event.job} cannot be freed while ranks {missing} may read them"
             )
         if job.quarantined:
-            raise Refused("job_quarantined", f"job {event.job} is quarantined: its blocks stay pinned")
+            raise Refused(inv.JOB_QUARANTINED, f"job {event.job} is quarantined: its blocks stay pinned")
         if event.blocks != job.blocks:
-            raise Refused("freed_other_blocks", f"job {event.job} frees blocks that are not the ones it pinned")
+            raise Refused(inv.FREED_OTHER_BLOCKS, f"job {event.job} frees blocks that are not the ones it pinned")
         _count_down(self.pins, job.blocks)
         self._forget_job(event.job)
 
@@ -329,8 +330,8 @@ class State:
         job = self.book.jobs.get(number)
         if job is None:
             if number < self.book.next_job:
-                raise Refused("job_already_settled", f"job {number} has settled, and its blocks were freed")
-            raise Refused("unknown_job", f"job {number} was never registered")
+                raise Refused(inv.JOB_ALREADY_SETTLED, f"job {number} has settled, and its blocks were freed")
+            raise Refused(inv.UNKNOWN_JOB, f"job {number} was never registered")
         return job
 
     def _forget_job(self, number: int) -> None:
@@ -360,14 +361,14 @@ class State:
     def _load_planned(self, event: ev.LoadPlanned) -> None:
         book = self.book
         if event.load < book.next_load:
-            raise Refused("load_id_reused", f"load {event.load} was planned before; the next id is {book.next_load}")
+            raise Refused(inv.LOAD_ID_REUSED, f"load {event.load} was planned before; the next id is {book.next_load}")
         if event.request in book.loading:
             other = book.loading[event.request]
             raise Refused(
-                "load_still_open", f"request {event.request} plans load {event.load} while load {other} is open"
+                inv.LOAD_STILL_OPEN, f"request {event.request} plans load {event.load} while load {other} is open"
             )
         if _names_null_block(event.blocks):
-            raise Refused("null_block_loaded", f"load {event.load} writes into the null block, which backs no KV")
+            raise Refused(inv.NULL_BLOCK_LOADED, f"load {event.load} writes into the null block, which backs no KV")
         end_token = event.local_tokens + event.tokens
         book.loads[event.load] = Load(
             event.request, event.generation, event.seq, event.mono_ns, event.blocks, event.tokens, end_token
@@ -381,7 +382,7 @@ class State:
     def _load_registered(self, event: ev.LoadRegistered) -> None:
         load = self._load(event.load)
         if load.ranks:
-            raise Refused("load_registered_twice", f"load {event.load} was given to the workers before")
+            raise Refused(inv.LOAD_REGISTERED_TWICE, f"load {event.load} was given to the workers before")
         load.ranks = tuple(from_ranges(event.ranks))
         load.waiting = load.ranks
 
@@ -390,9 +391,9 @@ class State:
         rank = event.rank
         if rank not in load.waiting:
             if rank in load.outcomes:
-                raise Refused("rank_loaded_twice", f"rank {rank} had answered load {event.load} before")
+                raise Refused(inv.RANK_LOADED_TWICE, f"rank {rank} had answered load {event.load} before")
             raise Refused(
-                "unexpected_rank", f"rank {rank} is not one of the ranks {spoken(load.ranks)} of load {event.load}"
+                inv.UNEXPECTED_RANK, f"rank {rank} is not one of the ranks {spoken(load.ranks)} of load {event.load}"
             )
         load.waiting = tuple([other for other in load.waiting if other != rank])
         load.outcomes[rank] = event.outcome
@@ -400,7 +401,7 @@ class State:
     def _load_failed(self, event: ev.LoadFailed) -> None:
         load = self._load(event.load)
         if load.failed:
-            raise Refused("load_failed_twice", f"load {event.load} had failed before; a load fails once")
+            raise Refused(inv.LOAD_FAILED_TWICE, f"load {event.load} had failed before; a load fails once")
         load.failed = True
 
     def _load_settled(self, event: ev.LoadSettled) -> None:
@@ -408,10 +409,10 @@ class State:
         if load.waiting and tuple(from_ranges(event.missing)) != load.waiting:
             missing = spoken(load.waiting)
             raise Refused(
-                "load_settled_early", f"load {event.load} cannot settle while ranks {missing} may still write"
+                inv.LOAD_SETTLED_EARLY, f"load {event.load} cannot settle while ranks {missing} may still write"
             )
         if load.failed and event.outcome == "loaded":
-            raise Refused("failure_is_sticky", f"load {event.load} failed on a rank and cannot settle as loaded")
+            raise Refused(inv.FAILURE_IS_STICKY, f"load {event.load} failed on a rank and cannot settle as loaded")
         del self.book.loads[event.load]
         del self.book.loading[load.request]
         _count_down(self.targets, load.blocks)
@@ -429,8 +430,8 @@ class State:
         load = self.book.loads.get(number)
         if load is None:
             if number < self.book.next_load:
-                raise Refused("load_already_settled", f"load {number} has settled")
-            raise Refused("unknown_load", f"load {number} was never planned")
+                raise Refused(inv.LOAD_ALREADY_SETTLED, f"load {number} has settled")
+            raise Refused(inv.UNKNOWN_LOAD, f"load {number} was never planned")
         return load
 
     # --- the log itself -----------------------------------------------------------------------------------------------

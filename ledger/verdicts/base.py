@@ -226,19 +226,3 @@ class Verdict:
 def listed(blocks: Blocks) -> tuple[tuple[int, int], ...]:
     """Return blocks as findings hold them: single `(group, block)` pairs, sorted, each once."""
     return tuple(sorted(set(expand(blocks))))
-
-
-class Told(Facts, frozen=True, kw_only=True):
-    """Sentences of a verdict that still words its findings itself. It goes when the last of them is data."""
-
-    title: str
-    culprit: str = ""
-    advice: str = ""
-    doubt: str = ""
-    brief: str = ""
-    shown: str = ""
-    inferred: str = ""
-    notes: tuple[str, ...] = ()
-    other_log: str = ""
-    also: Any = ""
-    impact: tuple[Any, ...] = ()

@@ -16,12 +16,13 @@ import msgspec
 
 from ledger import events as ev
 from ledger.blocks import expand, numbers
+from ledger.rules import Breach
 from ledger.state.apply import Load
 from ledger.state.pd import Recv
 from ledger.verdicts.base import Doubt, Facts, Finding, Kind, Role
 from ledger.verdicts.history import Chain, End, Trail, forget_oldest
-from ledger.verdicts.shared.rules import Broken, RuleVerdict
-from ledger.verdicts.shared.sample import Alike
+from ledger.verdicts.shared.rules import Broken, FreedEarly, RuleBroken, RuleVerdict
+from ledger.verdicts.shared.sample import Sample
 
 KEPT_AFTER = 6
 """Later events of the same work that are kept: they show that it was not over."""
@@ -31,7 +32,7 @@ WorkSort: TypeAlias = Literal["job", "load", "transfer"]
 Subject: TypeAlias = tuple[WorkSort, int | str]
 """The sort of the work, and its id."""
 
-EARLY_FREE = Kind("early_free", Role.CAUSE | Role.FREES_EARLY | Role.MISCOUNTS | Role.WRONG_KV)
+EARLY_FREE = Kind(Breach.EARLY_FREE.value, Role.CAUSE | Role.FREES_EARLY | Role.MISCOUNTS | Role.WRONG_KV)
 
 
 class EndLost(Doubt, frozen=True, kw_only=True):
@@ -93,27 +94,17 @@ class EarlyFree(RuleVerdict):
     """Blocks given back too early."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (EARLY_FREE,)
-    lead: ClassVar[str] = "blocks were given up too early: "
-    advice: ClassVar[str] = (
-        "Do not trust the output of who got the blocks since (`kvledger blame FILE G:B` names them), and reset the "
-        "prefix cache. The fault is in the connector that freed them: report it with this file."
-    )
+    facts: ClassVar[type[RuleBroken]] = FreedEarly
 
     def __init__(self, trail: Trail) -> None:
         super().__init__(trail)
-        self._released: dict[tuple[Hashable, ...], Alike[_Released]] = {}
+        self._released: dict[tuple[Hashable, ...], Sample[_Released]] = {}
         self._seen: dict[Subject, None] = {}
         self._over = trail.over  # looked at for every call
 
-    def impact(self, first: Broken) -> tuple[str, ...]:
-        """Return who may suffer: the transfer whose blocks are written anew, or whoever gets them."""
-        if first.rule == "send_over_early":
-            return (f"what is sent as {first.transfer} after event {first.event.seq} may be KV of another request",)
-        return (f"whoever gets these blocks after event {first.event.seq} may have wrong KV in them",)
-
-    def finding(self, alike: Alike[Broken], end: End) -> Finding:
+    def finding(self, alike: Sample[Broken]) -> Finding:
         """Return the finding for one rule, with what shows that the work was not over."""
-        found, first = super().finding(alike, end), alike.kept[0]
+        found, first = super().finding(alike), alike.kept[0]
         return msgspec.structs.replace(found, chain=(*found.chain, *_after(first.chain, first.event)))
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
@@ -228,7 +219,7 @@ class EarlyFree(RuleVerdict):
             return
         self._seen[released.subject] = None
         forget_oldest(self._seen)
-        self._released.setdefault(released.sort, Alike()).add(released)
+        self._released.setdefault(released.sort, Sample()).add(released)
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the broken rules, and the loads whose blocks were given up under them, one finding for each sort."""

@@ -901,7 +901,12 @@ INCIDENTS: tuple[Incident, ...] = (
                 log="decode",
                 ranks=(0,),
                 requests=("R",),
-                says=("PEER_UNREACHABLE", "ConnectError", "no report to the scheduler", "was not asked for it"),
+                says=(
+                    "PEER_UNREACHABLE",
+                    "ConnectError",
+                    "no report of it reached the scheduler",
+                    "was not asked for it",
+                ),
             ),
             Expected(
                 kind="stall",

@@ -2,10 +2,10 @@
 
 from ledger import events as ev
 from ledger import words
+from ledger.report.wording.clauses import likewise
 from ledger.report.wording.words import Words, of, of_doubt
 from ledger.verdicts.base import Finding
 from ledger.verdicts.early_free import EndLost, Released
-from ledger.verdicts.shared.waits import likewise
 
 ADVICE = (
     "Do not trust the output of any request that got the blocks since (`kvledger blame FILE G:B` names them), and "

@@ -3,9 +3,6 @@
 from ledger import events as ev
 from ledger.verdicts.history import End
 
-DOWN = "The engine has shut down: nothing is held any more."
-"""What to say of blocks when `is_down`, for verdicts that still word their findings themselves."""
-
 NEAR_STEPS = 2
 """Engine steps before the end within which an event may be what the engine died of."""
 

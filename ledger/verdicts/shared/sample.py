@@ -41,7 +41,3 @@ class Sample(Generic[T]):
         self.number += 1
         if self.has_room:
             self.kept.append(one)
-
-
-Alike = Sample
-"""The name that some verdicts still use; it goes with the last of them."""

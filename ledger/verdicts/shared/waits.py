@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.blocks import Blocks
 from ledger.state.apply import Job, Load
 from ledger.state.pd import Recv, Send
@@ -486,20 +485,3 @@ def _blind(trail: Trail, since_seq: int, missing: Sequence[int]) -> Doubt | None
         if gap.origin in origins:
             return WorkersLost(gap=gap, ranks=tuple(missing))
     return None
-
-
-# --- for verdicts that still word their findings themselves; it goes with the last of them ----------------------------
-
-
-def likewise(number: int, what: str) -> str:
-    """Return how a title ends that tells the first of several alike, of which `number` are left."""
-    return f"; {words.plural(number, 'more ' + what)} likewise" if number else ""
-
-
-def ended_request(trail: Trail, wait: Wait) -> tuple[ev.Event, str] | None:
-    """Return how the request of a wait ended, and that in words; None if it did not."""
-    ended = request_end(trail, wait)
-    if ended is None:
-        return None
-    verb = "was aborted" if isinstance(ended.event, ev.RequestAborted) else "ended"
-    return ended.event, f"{verb}{f' after {words.span(ended.after_ns)}' if ended.after_ns is not None else ''}"

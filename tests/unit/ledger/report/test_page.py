@@ -146,7 +146,7 @@ def test_incidents_are_data_too_and_the_findings_stay_as_they_are(cases: dict[st
     assert [finding["kind"] for finding in data["findings"]] == ["unreported_failure", "stall", "leak", "late_event"]
     (incident,) = data["story"]["incidents"]
     assert (incident["findings"], incident["cause"], incident["after"]) == ([0, 1, 2, 3], 0, [1, 2, 3])
-    assert incident["do_next"].startswith("On engine decode: See whether prefill engine prefill lives")
+    assert incident["do_next"].startswith("On engine decode: Check that prefill engine prefill is up")
     assert incident["impact"].startswith("request R was aborted after 5 min 02 s without its KV")
 
 

@@ -574,7 +574,7 @@ def test_a_report_too_many_is_that_of_an_older_job_once_the_own_report_of_that_o
     early, late = reported_twice(own=False, seconds=0), reported_twice(own=False)
     finding = replay(early.events, "live").findings[0]
     assert (finding.kind, finding.certainty, finding.jobs) == ("stale_completion", "suspected", (0, 1))
-    assert "before the own report of job 0 would have come" in say(finding).doubt
+    assert "before job 0's own report would have come" in say(finding).doubt
     assert kinds(replay(late.events, "live"))[0] == "stale_completion proven"
 
 
@@ -717,7 +717,7 @@ def test_a_report_for_a_job_that_does_not_ask_the_rank_is_not_said_to_have_come_
     log.finishes("R")
     (finding, *_) = replay(log.events).findings
     assert (finding.kind, finding.certainty, finding.jobs) == ("stale_completion", "proven", (0, 1))
-    assert say(finding).title.endswith("rank 1 reported job 1, which expects nothing of it")
+    assert say(finding).title.endswith("rank 1 reported job 1, which does not wait for that rank")
 
 
 def test_a_failed_call_that_was_tried_again_and_went_well_is_no_finding():
