@@ -339,7 +339,7 @@ def test_an_answer_that_was_ignored_is_not_said_to_be_missing(cases: dict[str, C
     said = one_line(cases["S4"])
     assert "no answer from rank 0" not in said
     assert "the answer from rank 0 came late, at event 8, and was ignored" in said
-    assert "a failed result of rank 0 for x1, LOAD_TIMEOUT" in said
+    assert "a failed result from rank 0 for x1, LOAD_TIMEOUT" in said
     assert "failed before asking" not in said  # the decode's log shows that it asked
 
 
