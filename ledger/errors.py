@@ -13,8 +13,10 @@
         ├── FileCorrupt
         └── FileNewer
 
-Messages are one line and say what to do. This file knows nothing else of the project.
+Messages are one line and say what to do. This file knows what a rule is, and nothing else of the project.
 """
+
+from ledger.rules import Rule
 
 
 class LedgerError(Exception):
@@ -29,9 +31,9 @@ class Refused(LedgerError):
         detail: one line in an operator's words.
     """
 
-    def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(f"{rule}: {detail}")
-        self.rule = rule
+    def __init__(self, rule: Rule, detail: str) -> None:
+        super().__init__(f"{rule.name}: {detail}")
+        self.rule = rule.name
         self.detail = detail
 
 

@@ -20,6 +20,7 @@ from ledger.browse.timeline import Timeline
 from ledger.file.read import open_log
 from ledger.replay.fold import Replay, Result
 from ledger.replay.incidents import grouped
+from ledger.report import wording
 from ledger.verdicts import all_verdicts
 from ledger.verdicts.base import Finding
 
@@ -156,7 +157,7 @@ def finding_rows(findings: list[Finding]) -> Iterator[TableRow]:
 
 def _finding_row(place: int, finding: Finding) -> TableRow:
     """Return a finding as a row; lists are JSON arrays."""
-    public = finding.public()
+    public = wording.public(finding)
     return {
         "place": place,
         **{name: public[name] for name in ("kind", "certainty", "title", "culprit", "advice", "code", "since_seq")},

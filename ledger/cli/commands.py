@@ -231,6 +231,7 @@ def minimize(file: Path, kind: str, output: Path) -> int:
     from ledger import words
     from ledger.queries.ask import minimize_file
     from ledger.replay.case import replay_files
+    from ledger.report.wording import say
 
     with progress_bar() as progress:
         show = None if progress is None else partial(_show_trials, progress, file)
@@ -242,7 +243,7 @@ def minimize(file: Path, kind: str, output: Path) -> int:
     print_lines(
         [
             f"{output}: {words.plural(len(smaller.events), 'event')} left",
-            f"{smaller.finding.kind} ({smaller.finding.certainty}): {smaller.finding.title}",
+            f"{smaller.finding.kind} ({smaller.finding.certainty}): {say(smaller.finding).title}",
         ]
     )
     return OK

@@ -169,7 +169,7 @@ def _seed(events: Iterable[ev.AnyEvent], job: int) -> _Seed:
 
     replay = Replay([Poison], watch=look).feed(events)
     findings = [finding for finding in replay.result("live").findings if job in finding.jobs]
-    named = dict.fromkeys(entry["key"] for finding in findings for entry in finding.facts["tainted"])
+    named = dict.fromkeys(entry.key for finding in findings for entry in finding.tainted)
     seed.judged = bool(findings)
     seed.keys = list(named if findings else stored)
     return seed

@@ -8,6 +8,7 @@ the whole one.
 This file knows events and the fold; it reads and writes no file.
 """
 
+import enum
 import re
 from collections.abc import Callable, Hashable, Sequence
 
@@ -21,7 +22,6 @@ from ledger.verdicts.base import Finding
 MAX_EVENTS = 200_000
 """Longer logs are sealed and sent whole: each trial replays what is left, and that would take hours."""
 
-_PLACES = re.compile(r"events? \d+")
 """Places in the log, which change when events are left out."""
 
 Unit = Callable[[ev.AnyEvent], Hashable]
@@ -138,17 +138,27 @@ class _Search:
 
 
 def _signature(finding: Finding) -> tuple[object, ...]:
-    culprit = _PLACES.sub("event", finding.culprit)
     return (
         finding.kind,
         finding.certainty,
+        _shape(finding.facts),
         finding.ranks,
         finding.code,
         finding.blocks,
         finding.jobs[:1],
         finding.requests[:1],
-        culprit,
     )
+
+
+def _shape(value: object) -> Hashable:
+    """Return facts without numbers and places, which another log has otherwise."""
+    if isinstance(value, ev.Event):
+        return ev.kind_of(value)
+    if isinstance(value, msgspec.Struct):
+        return type(value), tuple(_shape(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, str):
+        return re.sub(r"events? \d+", "event", value)
+    return value if isinstance(value, bool | enum.Enum) else None
 
 
 class _Lives:

@@ -18,7 +18,7 @@ from ledger.replay.incidents import Incident, grouped
 from ledger.replay.join import Step, join
 from ledger.replay.select import Interest, Moment, Watch, check_known, events_until
 from ledger.state.apply import State
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Finding, Role
 
 
 class LogResult(msgspec.Struct):
@@ -150,7 +150,7 @@ def in_time(logs: Sequence[LogResult], findings: list[tuple[int, Finding]]) -> l
         lead_seq = finding.lead_seq or finding.since_seq
         ts_ns = next((event.ts_ns for event in finding.chain if event.seq == lead_seq), 0)
         latest[index] = max(latest.get(index, 0), ts_ns)
-        placed.append((finding.kind == "torn_log", latest[index], number, (index, finding)))
+        placed.append((finding.is_a(Role.ENDS_LOG), latest[index], number, (index, finding)))
     return [each for _, _, _, each in sorted(placed, key=lambda place: place[:3])]
 
 

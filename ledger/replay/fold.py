@@ -22,7 +22,7 @@ from ledger.replay.stats import RunStats, StatsCollector
 from ledger.state.apply import State
 from ledger.state.records import Book
 from ledger.verdicts import all_verdicts
-from ledger.verdicts.base import Finding, Verdict
+from ledger.verdicts.base import Finding, Role, Verdict
 from ledger.verdicts.history import End, History
 
 CHUNK_EVENTS = 2048
@@ -159,7 +159,7 @@ class Replay:
             disagrees_after=result.mismatch.seq if result.mismatch else None,
         )
         found = [
-            _in_doubt(finding, self.history.lost_of_file)
+            _placed(finding, result.end, self.history.lost_of_file)
             for verdict in self.verdicts
             for finding in verdict.findings(result.end)
         ]
@@ -275,16 +275,8 @@ def _telling(tail: list[ev.AnyEvent]) -> tuple[ev.AnyEvent, ...]:
     return tuple(kept[-TAIL_EVENTS:])
 
 
-def _in_doubt(finding: Finding, lost: ev.Gap | None) -> Finding:
-    """Return a finding as it is, or in doubt: what a damaged file has lost may be what would speak against it."""
-    if lost is None or finding.kind == "torn_log":
-        return finding
-    return msgspec.structs.replace(
-        finding,
-        certainty="undecidable",
-        doubt=f"the file has lost events, the first at event {lost.seq}, and they may say otherwise",
-        culprit=f"if nothing that is lost says otherwise: {finding.culprit}",
-        advice=f"First find the whole log, where it was written. If there is none: {finding.advice}",
-        brief=f"as far as the file goes, which has lost events: {finding.brief or finding.title}",
-        shown="",
-    )
+def _placed(finding: Finding, end: End, lost: ev.Gap | None) -> Finding:
+    """Return a finding with how its log ends, in doubt where a damaged file may have lost what speaks against it."""
+    if lost is None or finding.is_a(Role.ENDS_LOG):
+        return msgspec.structs.replace(finding, end=end)
+    return msgspec.structs.replace(finding, end=end, certainty="undecidable", lost=lost)

@@ -1,9 +1,9 @@
-"""Which findings are parts of one incident, and in which order they are told.
+"""Which findings are parts of one incident, and in which order they are shown.
 
 A failure that is not dealt with shows in several ways: the report that went to the wrong job, the blocks that stay held
 for it, the end of the log. Each is a finding, and together they are one thing to look at. They belong together when
-they are about the same job, load or transfer, or when the log has nothing else to tell them apart by than the request
-that both name. What merely waits behind an incident is not a part of it.
+they are about the same job, load or transfer, or when the request that both name is all that the log has to tell them
+apart. What merely waits behind an incident is not a part of it.
 
 Pure: findings in, incidents out. This file knows findings and nothing else.
 """
@@ -12,37 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import msgspec
 
-from ledger.verdicts.base import Finding
-
-SYMPTOMS = ("leak", "stall")
-"""Kinds that are what something else leads to."""
-
-CAUSES = (
-    "broken_rule",
-    "double_free",
-    "early_free",
-    "missing_ranks",
-    "over_report",
-    "poison",
-    "stale_completion",
-    "unreported_failure",
-)
-"""Kinds that lead to a leak or a stall of the same job or request: its work had begun, and went wrong by this."""
-
-REPORTED = ("evicted_before_load", "load_failed", "lost_store")
-"""Kinds that the engine was told of and deals with. What it then does wrong is the cause, and not what set it off."""
-
-FREED = ("double_free", "early_free")
-"""Kinds by which blocks come to a new owner too early: poison of those blocks afterwards follows from it."""
-
-MISCOUNTED = ("double_free", "early_free", "over_report", "stale_completion")
-"""Kinds by which an answer was counted for other work than its own, which then is left to wait."""
-
-WRONG_KV = ("double_free", "early_free", "poison", "unreported_failure")
-"""Kinds after which a request may have been served KV that is not its own."""
-
-OPEN = ("leak", "missing_ranks", "stall")
-"""Kinds that last until the log ends, so that a torn end is a part of their story."""
+from ledger.verdicts.base import Finding, Miscounted, Role
 
 CERTAINTIES = ("proven", "suspected", "undecidable")
 """The most certain first."""
@@ -56,7 +26,7 @@ class Incident(msgspec.Struct, frozen=True):
 
     Attributes:
         members: the places of its findings in the list that was given, in that order.
-        head: the one of them that tells the cause.
+        head: the one of them that says the cause.
     """
 
     members: tuple[int, ...]
@@ -79,15 +49,15 @@ def earliest_cause_first(findings: list[Finding]) -> list[Finding]:
     A leak or a stall comes after what led to it, and a torn end after everything: it says why a log stops, and never
     why something before it went wrong.
     """
-    causes = [finding for finding in findings if finding.kind in CAUSES]
+    causes = [finding for finding in findings if finding.is_a(Role.CAUSE)]
 
     def place(finding: Finding) -> tuple[bool, int, bool, int]:
         lead_seq = finding.lead_seq or finding.since_seq
-        symptom = finding.kind in SYMPTOMS
+        symptom = finding.is_a(Role.SYMPTOM)
         if symptom:
             leads = [each.lead_seq for each in causes if _same_work(each, finding)]
             lead_seq = max(lead_seq, min(leads, default=0))
-        return finding.kind == "torn_log", lead_seq, symptom, finding.since_seq
+        return finding.is_a(Role.ENDS_LOG), lead_seq, symptom, finding.since_seq
 
     return sorted(in_agreement(findings), key=place)
 
@@ -98,28 +68,20 @@ def in_agreement(findings: list[Finding]) -> list[Finding]:
     To a job whose report was counted for another one, and to that other one, the book looks otherwise than what is
     known of the report: the one has none, and the other has settled.
     """
-    stories: dict[int, str] = {}
+    counted: dict[int, Miscounted] = {}
     for finding in findings:
-        counted = finding.facts.get("miscounted")
-        if counted is not None:
-            report = f"its report of rank {counted['rank']} was counted for job {counted['counted_for']}"
-            stories.setdefault(counted["report_of"], f"{report} (event {counted['seq']})")
-            stories.setdefault(
-                counted["counted_for"],
-                f"the report of job {counted['report_of']} was counted for it (event {counted['seq']}), and its blocks "
-                "were not freed",
-            )
-    return [_told_with(finding, stories) for finding in findings]
-
-
-def _told_with(finding: Finding, stories: dict[int, str]) -> Finding:
-    """Return a leak of one job with what is known of its report."""
-    story = stories.get(finding.jobs[0]) if finding.kind == "leak" and len(finding.jobs) == 1 else None
-    if story is None:
-        return finding
-    held = f"{len(finding.blocks):,} {'block is' if len(finding.blocks) == 1 else 'blocks are'} held"
-    title = f"store job {finding.jobs[0]} of request {finding.requests[0]} holds its blocks: {story}; {held}"
-    return msgspec.structs.replace(finding, title=title)
+        if finding.miscounted is not None:
+            counted.setdefault(finding.miscounted.report_of, finding.miscounted)
+            counted.setdefault(finding.miscounted.counted_for, finding.miscounted)
+    return [
+        msgspec.structs.replace(finding, miscounted=counted[finding.jobs[0]])
+        if finding.is_a(Role.SYMPTOM)
+        and not finding.is_a(Role.HANGS)
+        and len(finding.jobs) == 1
+        and finding.jobs[0] in counted
+        else finding
+        for finding in findings
+    ]
 
 
 def grouped(found: Found) -> list[Incident]:
@@ -132,7 +94,7 @@ def grouped(found: Found) -> list[Incident]:
     for cause, effect in _led_to(found):
         groups.unite(cause, effect)
     for place, (_, finding) in enumerate(found):
-        if finding.kind == "torn_log":
+        if finding.is_a(Role.ENDS_LOG):
             partner = _ended_in(place, found)
             if partner is not None:
                 groups.unite(partner, place)
@@ -140,13 +102,13 @@ def grouped(found: Found) -> list[Incident]:
 
 
 def gravest(incidents: Sequence[Incident], found: Found) -> Incident:
-    """Return the incident to tell first of all: wrong KV that is proven, else what the engine has not dealt with."""
+    """Return the incident to show first of all: wrong KV that is proven, else what the engine has not dealt with."""
 
     def gravity(incident: Incident) -> int:
-        told = [found[member][1] for member in incident.members]
-        if any(finding.kind in WRONG_KV and finding.certainty == "proven" for finding in told):
+        members = [found[member][1] for member in incident.members]
+        if any(finding.is_a(Role.WRONG_KV) and finding.certainty == "proven" for finding in members):
             return 0
-        return 1 if any(finding.kind in (*CAUSES, *SYMPTOMS) for finding in told) else 2
+        return 1 if any(finding.is_a(Role.CAUSE | Role.SYMPTOM) for finding in members) else 2
 
     return min(incidents, key=gravity)
 
@@ -177,15 +139,15 @@ def _subjects(log: int, finding: Finding) -> Iterator[Hashable]:
 
 def _led_to(found: Found) -> Iterator[tuple[int, int]]:
     """Yield the places of a cause and of what came of it, where they share no job, load or transfer."""
-    causes = [(place, log, each) for place, (log, each) in enumerate(found) if each.kind in CAUSES]
-    freed = [(at, log, each.lead_seq, _numbers(each)) for at, log, each in causes if each.kind in FREED]
+    causes = [(place, log, each) for place, (log, each) in enumerate(found) if each.is_a(Role.CAUSE)]
+    freed = [(at, log, each.lead_seq, _numbers(each)) for at, log, each in causes if each.is_a(Role.FREES_EARLY)]
     for place, (log, finding) in enumerate(found):
-        if finding.kind == "poison":  # there may be thousands, and few of the others
+        if finding.is_a(Role.TAINTS):  # there may be thousands, and few of the others
             blocks, seq = _numbers(finding), finding.lead_seq
             led = (at for at, in_log, since, given in freed if in_log == log and since <= seq and given & blocks)
-        elif finding.kind in SYMPTOMS:
+        elif finding.is_a(Role.SYMPTOM):
             led = (at for at, in_log, cause in causes if in_log == log and _left_waiting(cause, finding, at < place))
-        elif finding.kind == "torn_log" or finding.jobs or finding.loads or finding.transfers:
+        elif finding.is_a(Role.ENDS_LOG) or finding.jobs or finding.loads or finding.transfers:
             continue
         else:
             led = (at for at, in_log, cause in causes if in_log == log and _share_a_request(cause, finding))
@@ -196,7 +158,7 @@ def _left_waiting(cause: Finding, symptom: Finding, is_earlier: bool) -> bool:
     if is_earlier and _same_work(cause, symptom):
         return True
     same_ranks = not set(cause.ranks).isdisjoint(symptom.ranks)
-    return cause.kind in MISCOUNTED and same_ranks and _share_a_request(cause, symptom)
+    return cause.is_a(Role.MISCOUNTS) and same_ranks and _share_a_request(cause, symptom)
 
 
 def _share_a_request(one: Finding, other: Finding) -> bool:
@@ -217,17 +179,17 @@ def _ended_in(torn: int, found: Found) -> int | None:
     log, end = found[torn]
     others = [(place, each) for place, (in_log, each) in enumerate(found) if in_log == log and place != torn]
     near = [place for place, each in others if not set(end.requests).isdisjoint(_own_requests(each))]
-    lasted = [place for place, each in others if each.kind in OPEN]
+    lasted = [place for place, each in others if each.is_a(Role.LASTS)]
     return near[-1] if near else lasted[0] if lasted else None
 
 
 def _head(members: Sequence[int], found: Found) -> int:
-    """Return the member that tells the cause: the first, or what the engine made of it; the most certain of alike."""
+    """Return the member that says the cause: the first, or what the engine made of it; the most certain of alike."""
     head = members[0]
-    if found[head][1].kind in (*REPORTED, *SYMPTOMS):
-        kinds = {found[member][1].kind for member in members}
-        causes = {*CAUSES, "late_event"} if "torn_log" in kinds else CAUSES  # a late result may end an engine
-        head = next((member for member in members if found[member][1].kind in causes), head)
+    if found[head][1].is_a(Role.REPORTED | Role.SYMPTOM):
+        ends = any(found[member][1].is_a(Role.ENDS_LOG) for member in members)
+        leads = Role.CAUSE | Role.ENDS_ENGINE if ends else Role.CAUSE  # a late result may end an engine
+        head = next((member for member in members if found[member][1].is_a(leads)), head)
     kind, cause = found[head][1].kind, found[head][1].cause
     alike = [member for member in members if (found[member][1].kind, found[member][1].cause) == (kind, cause)]
     return min(alike, key=lambda member: CERTAINTIES.index(found[member][1].certainty))

@@ -17,7 +17,7 @@ import msgspec
 from ledger import events as ev
 from ledger import words
 from ledger.replay.fold import Result
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Finding, OtherSide
 
 S = TypeVar("S")
 Settled = TypeVar("Settled", ev.RecvSettled, ev.SendSettled)
@@ -62,6 +62,13 @@ class Joined(msgspec.Struct):
 
 Missed = tuple[str, int]
 """A key that could not be loaded, and when, by the wall clock in nanoseconds."""
+
+
+class Said(OtherSide, frozen=True, kw_only=True):
+    """What another log says, in words."""
+
+    text: str
+    of_transfer: bool
 
 
 class _Calls(msgspec.Struct):
@@ -117,7 +124,7 @@ def _subjects(named: Iterable[Iterable[S]]) -> list[S]:
 
 
 def _missed(finding: Finding) -> list[Missed]:
-    return list(zip(finding.facts.get("keys", ()), finding.facts.get("missed_ts_ns", ()), strict=True))
+    return list(finding.missing_keys)
 
 
 def _collect(
@@ -159,7 +166,7 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
             told.setdefault(_of_key(put, log, same, len(missed)))
             elsewhere.append((other, put.started.job))
         # What a log knows says more than what it does not.
-        for transfer in sorted(finding.facts.get("transfers", ()), key=lambda each: each not in log.transfers):
+        for transfer in sorted(finding.transfers, key=lambda each: each not in log.transfers):
             side = _side(logs[index].transfers.get(transfer, ()))
             if not side and _lost(logs[index]):  # which side this log is on may be among what it has lost
                 continue
@@ -177,17 +184,10 @@ def _complete(finding: Finding, index: int, logs: Sequence[_Log]) -> Finding:
                 break
     if not told:
         return finding
-    of_transfer = len(told) > len(elsewhere)
-    # Why a transfer went wrong is said by the log of the other side.
-    inferred = [finding.inferred] if finding.inferred and not of_transfer else []
-    inferred += ["that what the other log has of these keys is why they cannot be loaded"] if elsewhere else []
     return msgspec.structs.replace(
         finding,
-        culprit="; ".join([finding.culprit, *told] if of_transfer else [*told, finding.culprit]),
         elsewhere=tuple(elsewhere),
-        inferred="; ".join(inferred),
-        brief=f"{finding.title}; {next(iter(told))}" if elsewhere else finding.brief,
-        other_log="" if of_transfer else finding.other_log,
+        other_side=tuple(Said(text=said, of_transfer=len(told) > len(elsewhere)) for said in told),
     )
 
 

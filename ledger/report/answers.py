@@ -17,7 +17,9 @@ from ledger.queries.why import Why
 from ledger.replay.case import Case
 from ledger.replay.incidents import grouped
 from ledger.report.layout import WIDTH, Page
+from ledger.report.wording import SameForJob, say
 from ledger.state.apply import State
+from ledger.verdicts.base import Finding, Role
 
 
 def why_lines(answer: Why, width: int = WIDTH) -> Iterator[str]:
@@ -35,13 +37,19 @@ def why_lines(answer: Why, width: int = WIDTH) -> Iterator[str]:
         for incident in grouped(found):
             head = answer.findings[incident.head]
             others = [answer.findings[place] for place in incident.members if place != incident.head]
-            yield from page.wrap("  ", f"{head.kind} ({head.certainty}): {head.title}", hanging=4)
+            said = say(head)
+            yield from page.wrap("  ", f"{head.kind} ({head.certainty}): {said.title}", hanging=4)
             for finding in others:
-                told = f"with it: {finding.kind} ({finding.certainty}): {finding.brief or finding.title}"
-                yield from page.wrap("    ", told, hanging=6)
-            steps = [head.other_log, head.advice, *dict.fromkeys(finding.also for finding in others)]
-            yield from page.wrap("    ", f"look at: {head.culprit}", hanging=6)
+                line = f"with it: {finding.kind} ({finding.certainty}): {say(finding).short}"
+                yield from page.wrap("    ", line, hanging=6)
+            steps = [said.other_log, said.advice, *dict.fromkeys(_step(finding) for finding in others)]
+            yield from page.wrap("    ", f"look at: {said.culprit}", hanging=6)
             yield from page.wrap("    ", f"do next: {' '.join(step for step in steps if step)}", hanging=6)
+
+
+def _step(finding: Finding) -> str:
+    step = say(finding).also
+    return f"The same for the keys of job {step.job}." if isinstance(step, SameForJob) else step
 
 
 def blame_lines(block: tuple[int, int], uses: Sequence[Use], width: int = WIDTH) -> Iterator[str]:
@@ -95,7 +103,7 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
     yield f"Requests reached: {len(radius.reached) or 'none in these logs'}"
     for spread in radius.reached:
         how = (
-            f"loaded key {spread.key} and what goes with it"
+            f"loaded key {spread.key}, with any other keys of the same get"
             if spread.how == "loaded"
             else "shared blocks with a request that was reached"
         )
@@ -107,14 +115,14 @@ def radius_lines(radius: BlastRadius, names: Sequence[str], width: int = WIDTH) 
         for key, (log, request) in list(radius.derived.items())[:50]:
             yield from page.wrap("  ", f"{key} by request {request} in {names[log]}", hanging=4)
     if not radius.followed:
-        yield "The chain is longer than what was followed; there may be more."
+        yield "The chain is longer than what was followed; more requests may be reached."
 
 
 def lost_lines(name: str, gaps: Sequence[ev.Gap], width: int = WIDTH) -> Iterator[str]:
     """Yield what an answer could not know, because the log has lost it."""
     if gaps:
-        told = f"{name} has lost {ev.losses(gaps)}. What happened there is not in this answer."
-        yield from Page(width).row("Lost", told)
+        lost = f"{name} has lost {ev.losses(gaps)}. What happened there is not in this answer."
+        yield from Page(width).row("Lost", lost)
 
 
 def next_lines(case: Case, name: str, width: int = WIDTH) -> Iterator[str]:
@@ -123,13 +131,13 @@ def next_lines(case: Case, name: str, width: int = WIDTH) -> Iterator[str]:
     yield "The verdict:"
     causes = [case.findings[incident.head][1] for incident in case.incidents]
     for finding in causes:
-        yield from page.wrap("  ", f"{finding.kind} ({finding.certainty}): {finding.brief or finding.title}", hanging=4)
-    job, kind = next(((finding.jobs[0], finding.kind) for finding in causes if finding.jobs), (None, ""))
+        yield from page.wrap("  ", f"{finding.kind} ({finding.certainty}): {say(finding).short}", hanging=4)
+    first = next((finding for finding in causes if finding.jobs), None)
     yield "Type next:"
-    if job is not None:
-        yield f"  kvledger replay {name} --job {job}"
-    if kind == "poison":
-        yield f"  kvledger blast-radius {name} --job {job}"
+    if first is not None:
+        yield f"  kvledger replay {name} --job {first.jobs[0]}"
+        if first.is_a(Role.TAINTS):
+            yield f"  kvledger blast-radius {name} --job {first.jobs[0]}"
     yield f"  kvledger browse {name}"
     yield ""
 

@@ -16,6 +16,8 @@ from ledger.replay.stats import Calls, Durations
 from ledger.report import incidents as report_incidents
 from ledger.report import logs as report_logs
 from ledger.report.impact import impact
+from ledger.report.wording import public, say
+from ledger.verdicts.base import Finding, as_data
 
 
 def data(case: Case) -> dict[str, Any]:
@@ -51,13 +53,13 @@ def data(case: Case) -> dict[str, Any]:
             "pinned_blocks": sum(result.state.pinned_blocks() for result in results),
             "waiting_loads": sum(len(result.state.book.loads) + len(result.state.book.recvs) for result in results),
         },
-        "findings": [finding.public() for _, finding in case.findings],
+        "findings": [public(finding) for _, finding in case.findings],
         "story": {
             "incidents": [_incident_data(incident, case) for incident in case.incidents],
             "facts": [
-                {"finding": number, **finding.facts}
+                {"finding": number, **facts}
                 for number, (_, finding) in enumerate(case.findings)
-                if finding.facts
+                if (facts := _facts_data(finding))
             ],
             "transfers": {
                 transfer: [
@@ -71,9 +73,24 @@ def data(case: Case) -> dict[str, Any]:
     }
 
 
+def _facts_data(finding: Finding) -> dict[str, Any]:
+    """Return what a finding holds beside its public shape, as data; a place stands for each event."""
+    facts: dict[str, Any] = as_data(finding.facts)
+    known = {
+        "transfers": finding.transfers,
+        "tainted": finding.tainted,
+        "keys": [key for key, _ in finding.missing_keys],
+        "missed_ts_ns": [ts_ns for _, ts_ns in finding.missing_keys],
+        "unpinned": finding.unpinned_jobs,
+        "miscounted": finding.miscounted,
+    }
+    return {**facts, **{name: as_data(value) for name, value in known.items() if value}}
+
+
 def _incident_data(incident: Incident, case: Case) -> dict[str, Any]:
     """Return an incident as data; its findings are places in the list of findings."""
     _, head = case.findings[incident.head]
+    said = say(head)
     return {
         "findings": list(incident.members),
         "cause": incident.head,
@@ -81,11 +98,11 @@ def _incident_data(incident: Incident, case: Case) -> dict[str, Any]:
         "after": list(incident.after),
         "kind": head.kind,
         "certainty": head.certainty,
-        "title": head.title,
+        "title": said.title,
         "since_seq": head.since_seq,
-        "culprit": head.culprit,
-        "proven": head.shown,
-        "not_proven": "; ".join(part for part in (head.doubt, head.inferred) if part),
+        "culprit": said.culprit,
+        "proven": said.shown,
+        "not_proven": said.not_proven,
         "impact": impact(incident, case),
         "do_next": report_incidents.do_next(incident, case),
     }

@@ -4,67 +4,50 @@ The findings say what became of requests; what is held is read from the books as
 from results to text. This file knows the case, and prints nothing.
 """
 
-import re
 from collections.abc import Iterator
 
-from ledger import words
 from ledger.blocks import numbers
 from ledger.replay.case import Case
-from ledger.replay.incidents import FREED, WRONG_KV, Incident
-
-DEALT_WITH = ("evicted_before_load", "load_failed", "lost_store", "retry_loop")
-"""Kinds that end with each load; whether the next one goes well is another matter."""
-
-NOT_OVER = (*DEALT_WITH, *WRONG_KV, "missing_ranks", "stall")
-"""Kinds of which it cannot be said that they are over because nothing is held any more."""
-
-COUNTED_WRONG = ("over_report", "stale_completion")
+from ledger.replay.incidents import Incident
+from ledger.report.wording import Answers, Clause, answers, say
+from ledger.verdicts.base import Role
 
 
 def impact(incident: Incident, case: Case) -> str:
     """Return who suffers from an incident and how, and whether it was over when the logs ended."""
-    told: dict[str, None] = {}
+    clauses: list[tuple[Clause, str]] = []
     for place in (incident.head, *(place for place in incident.members if place != incident.head)):
         index, finding = case.findings[place]
         where = f" (engine {engine(case, index)})" if index != case.findings[incident.head][0] else ""
-        told.update(dict.fromkeys(f"{clause}{where}" for clause in finding.impact))
+        clauses += [(clause, where) for clause in say(finding).impact]
     held = list(_held(incident, case))
-    told.update(dict.fromkeys(_stored(incident, case)))
-    told = dict.fromkeys(_together(list(told)))
-    if not told:
-        told["no request is seen to suffer from it"] = None
+    parts = dict.fromkeys([*_together(clauses), *_stored(incident, case)])
+    if not parts:
+        parts["no request is seen to suffer"] = None
     if held:
-        told.update(dict.fromkeys(held))
+        parts.update(dict.fromkeys(held))
     elif _is_over(incident, case):
-        told["it is over: nothing of it is open at the end"] = None
-    return "; ".join(told)
+        parts["it is over: nothing is left open at the end"] = None
+    return "; ".join(parts)
 
 
-_ANSWER = re.compile(
-    r"the answer of request (?P<who>\S+), which loaded these keys, (?P<how>is unreliable|may be wrong)"
-)
-
-
-def _together(clauses: list[str]) -> Iterator[str]:
-    """Yield clauses, those that say the same of one request each as one, where the first of them stood."""
-    alike: dict[str, list[str]] = {}
-    for clause in clauses:
-        if found := _ANSWER.fullmatch(clause):
-            alike.setdefault(found["how"], []).append(found["who"])
-    for clause in clauses:
-        found = _ANSWER.fullmatch(clause)
-        who = alike.pop(found["how"], []) if found else []
-        if len(who) > 1:
-            how = "are unreliable" if found and found["how"] == "is unreliable" else "may be wrong"
-            yield f"the answers of {len(who)} requests ({words.listed(who)}), which loaded such keys, {how}"
-        elif who or not found:
-            yield clause
+def _together(clauses: list[tuple[Clause, str]]) -> Iterator[str]:
+    """Yield clauses in words, those that say the same of other requests as one, where the first of them stood."""
+    alike: dict[tuple[str, bool, str], dict[str, None]] = {}
+    for clause, where in clauses:
+        if isinstance(clause, Answers):
+            alike.setdefault((clause.how, clause.proven, where), {}).update(dict.fromkeys(clause.requests))
+    for clause, where in clauses:
+        if not isinstance(clause, Answers):
+            yield f"{clause}{where}"
+        elif requests := alike.pop((clause.how, clause.proven, where), None):
+            yield f"{answers(Answers(tuple(requests), clause.how, clause.proven))}{where}"
 
 
 def engine(case: Case, index: int) -> str:
     """Return the name of the engine that wrote a log, or of the file if the log does not say.
 
-    Where logs of several boots of one engine are told together, the boot is part of it.
+    Where logs of several boots of one engine are replayed together, the boot is part of it.
     """
     names = [log.result.opened.engine if log.result.opened is not None else log.path.name for log in case.logs]
     opened = case.logs[index].result.opened
@@ -95,7 +78,7 @@ def _blocks(incident: Incident, case: Case, index: int) -> set[int]:
     """Return the blocks of a log that the incident's open work holds, but for those that were given away."""
     book = case.logs[index].result.state.book
     own = [case.findings[place][1] for place in incident.members if case.findings[place][0] == index]
-    lost = [finding for finding in own if finding.kind in (*FREED, "poison")]
+    lost = [finding for finding in own if finding.is_a(Role.FREES_EARLY | Role.TAINTS)]
     jobs = {job for each in own for job in each.jobs} - {job for each in lost for job in each.jobs}
     loads = {load for each in own for load in each.loads} - {load for each in lost for load in each.loads}
     moved = {name for each in own for name in each.transfers} - {name for each in lost for name in each.transfers}
@@ -109,17 +92,19 @@ def _blocks(incident: Incident, case: Case, index: int) -> set[int]:
 def _stored(incident: Incident, case: Case) -> Iterator[str]:
     """Yield that what was stored is sound, where a report was counted for the wrong job and no block changed hands."""
     for index in {case.findings[place][0] for place in incident.members}:
-        kinds = {finding.kind for log, finding in case.findings if log == index}
-        own = {case.findings[place][1].kind for place in incident.members if case.findings[place][0] == index}
+        found = [finding for log, finding in case.findings if log == index]
+        own = [case.findings[place][1] for place in incident.members if case.findings[place][0] == index]
+        miscounted = any(each.is_a(Role.MISCOUNTS) and not each.is_a(Role.FREES_EARLY) for each in own)
+        moved = any(each.is_a(Role.TAINTS | Role.FREES_EARLY) for each in found)
         history = case.logs[index].result.history
-        if own.isdisjoint(COUNTED_WRONG) or kinds & {"poison", *FREED} or history.gaps or not history.evidence_is_on():
+        if not miscounted or moved or history.gaps or not history.evidence_is_on():
             continue
         yield "no block changed its owner under a put: what was stored is sound, as far as this log goes"
 
 
 def _is_over(incident: Incident, case: Case) -> bool:
-    told = [case.findings[place] for place in incident.members]
-    if any(finding.kind in NOT_OVER or finding.facts.get("tainted") for _, finding in told):
+    found = [case.findings[place] for place in incident.members]
+    if any(finding.is_a(Role.RECURS | Role.WRONG_KV | Role.HANGS) or finding.tainted for _, finding in found):
         return False
-    ends = [case.logs[index].result.end for index, _ in told]
+    ends = [case.logs[index].result.end for index, _ in found]
     return all(end is not None and end.how == "closed" for end in ends)

@@ -1,9 +1,8 @@
-"""The part of a report that tells incidents: cause, consequences, what to do, and the events that show it.
+"""The part of a report about incidents: cause, consequences, what to do, and the events that show it.
 
 Pure: from results to lines; this file prints nothing.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +12,12 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import Blocks, count, of_pairs, to_ranges
 from ledger.replay.case import Case
-from ledger.replay.incidents import MISCOUNTED, Incident
+from ledger.replay.incidents import Incident
 from ledger.replay.join import Step
-from ledger.report.impact import DEALT_WITH, engine, impact
+from ledger.report.impact import engine, impact
 from ledger.report.layout import Page
-from ledger.verdicts.base import Finding
+from ledger.report.wording import SameForJob, say
+from ledger.verdicts.base import Finding, Role
 
 KEPT_EVIDENCE = 30
 """Events that are shown for one incident and one log; a longer proof is read from the data."""
@@ -34,7 +34,7 @@ SHOWN_JOBS = 20
 """Jobs that are written out as options of a command, and runs of jobs that are named where there are more."""
 
 SHOWN_ALIKE = 8
-"""Findings of one kind and certainty beside the cause that are told one by one; of the others, how many there are."""
+"""Findings of one kind and certainty beside the cause that are shown one by one; the others are counted."""
 
 
 # --- incidents --------------------------------------------------------------------------------------------------------
@@ -43,14 +43,15 @@ SHOWN_ALIKE = 8
 def incident_section(number: int, incident: Incident, case: Case, page: Page) -> Iterator[str]:
     """Yield one incident in full: its cause, what came of it, what to do, and the events that show it."""
     index, head = case.findings[incident.head]
+    said = say(head)
     several = len(case.logs) > 1
-    # What stands in another log has its ids in that log, so it is told in its line and not in the lists.
+    # What stands in another log has its ids in that log, so it stands in its own line and not in the lists.
     here = [finding for log, finding in members(incident, case) if log == index]
     since = next((event.ts_ns for event in head.chain if event.seq == head.since_seq), None)
     suffering = dict.fromkeys(name for finding in here for name in finding.suffering)
     own = dict.fromkeys(name for finding in here for name in finding.requests if name not in finding.suffering)
     blocks = sorted({block for finding in here for block in finding.blocks})
-    yield from page.wrap(f"{number}. ", f"{head.kind.upper()} ({head.certainty}): {head.title}")
+    yield from page.wrap(f"{number}. ", f"{head.kind.upper()} ({head.certainty}): {said.title}")
     if several:
         yield from page.row("In", case.logs[index].path.name)
     yield from page.row("Since", f"event {head.since_seq}{f', {words.timestamp(since)}' if since is not None else ''}")
@@ -63,11 +64,11 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
         f"store {'job' if len(jobs) == 1 else 'jobs'} {words.ranges(to_ranges(jobs))}" if jobs else "",
         words.ranks(ranks) if ranks else "",
         words.these_blocks(of_pairs(blocks), 8) if blocks else "",
-        f"code {head.code}" if head.code and head.code not in head.title else "",
+        f"code {head.code}" if head.code and head.code not in said.title else "",
     ]
     affected = [name for name in suffering if name not in own]
     single = len(case.incidents) == 1
-    told = [case.findings[place][1] for place in _told(incident, case)]
+    shown = [case.findings[place][1] for place in _shown(incident, case)]
     for label, value in (
         ("Concerns", "; ".join(part for part in concerned if part)),
         (
@@ -75,15 +76,15 @@ def incident_section(number: int, incident: Incident, case: Case, page: Page) ->
             "; ".join([*([words.listed(affected)] if affected else []), *_elsewhere(incident, case, affected=True)]),
         ),
         ("Impact", "" if single else f"{impact(incident, case)}."),
-        ("Culprit", head.culprit),
-        *(("Note", note) for finding in told for note in finding.notes[: None if finding is head else 2]),
+        ("Culprit", said.culprit),
+        *(("Note", note) for finding in shown for note in say(finding).notes[: None if finding is head else 2]),
         *_certainties(incident, case),
         ("Do next", "" if single else do_next(incident, case)),
     ):
         if value:
             yield from page.row(label, value)
     yield from _keys(
-        [case.findings[place][1] for place in _told(incident, case) if case.findings[place][0] == index], page
+        [case.findings[place][1] for place in _shown(incident, case) if case.findings[place][0] == index], page
     )
     yield from _evidence(incident, case, page)
 
@@ -95,7 +96,7 @@ def _elsewhere(incident: Incident, case: Case, *, affected: bool) -> Iterator[st
     for place in incident.members:
         log, finding = case.findings[place]
         if log != index:
-            suffers = finding.requests if finding.kind in DEALT_WITH else finding.suffering
+            suffers = finding.requests if finding.is_a(Role.RECURS) else finding.suffering
             wanted = suffers if affected else [name for name in finding.requests if name not in suffers]
             named.setdefault(log, {}).update(dict.fromkeys(wanted))
     for log, requests in named.items():
@@ -113,43 +114,38 @@ def steps_of(incident: Incident, case: Case) -> list[str]:
     index, head = case.findings[incident.head]
     # Commands are for a block of the incident and for the file of their own log.
     a_block = f" {head.blocks[0][0]}:{head.blocks[0][1]}" if head.blocks else " G:B"
-    steps: dict[tuple[int, str], None] = {(index, head.advice.replace(" G:B", a_block)): None}
+    said = say(head)
+    steps: dict[tuple[int, str], None] = {(index, said.advice.replace(" G:B", a_block)): None}
     urgent: dict[tuple[int, str], None] = {}
+    same: dict[int, dict[int, None]] = {}
     for log, finding in members(incident, case)[1:]:
-        if finding.also:
+        step = say(finding).also
+        if isinstance(step, SameForJob):
+            same.setdefault(log, {})[step.job] = None
+        elif step:
             # Blocks that leak run out; whose fault it was can be seen to later.
-            first = finding.kind == "leak" and head.kind in MISCOUNTED
-            (urgent if first else steps).setdefault((log, finding.also))
-    told = [head.other_log] if head.other_log else []
+            first = finding.is_a(Role.SYMPTOM) and head.is_a(Role.MISCOUNTS)
+            (urgent if first else steps).setdefault((log, step))
+    steps.update(((log, _same_for_jobs(list(jobs))), None) for log, jobs in same.items())
+    lines = [said.other_log] if said.other_log else []
     before = -1
-    steps = _together(steps)
     for log, step in (*urgent, *steps):
         named = step.replace(" FILE ", f" {words.file(case.logs[log].path)} ")
-        told.append(named if log == before else f"On engine {engine(case, log)}: {named}")
+        lines.append(named if log == before else f"On engine {engine(case, log)}: {named}")
         before = log
-    return told
+    return lines
 
 
-_SAME_FOR_A_JOB = re.compile(r"The same for the keys of job (\d+)\.")
-
-
-def _together(steps: dict[tuple[int, str], None]) -> dict[tuple[int, str], None]:
-    """Return the steps with those that say the same of one job each as one."""
-    jobs: dict[int, list[str]] = {}
-    for log, step in steps:
-        if found := _SAME_FOR_A_JOB.fullmatch(step):
-            jobs.setdefault(log, []).append(found[1])
-    told = {(log, step): None for log, step in steps if not _SAME_FOR_A_JOB.fullmatch(step)}
-    for log, numbers in jobs.items():
-        options = " ".join(f"--job {number}" for number in numbers[:SHOWN_JOBS])
-        if len(numbers) > SHOWN_JOBS:
-            which = words.ranges(to_ranges(sorted(map(int, numbers))), SHOWN_JOBS)
-            what, add = f"the {len(numbers):,} jobs {which}", f"add `{options}` and so on there, a --job for each."
-        else:
-            what = f"job {numbers[0]}" if len(numbers) == 1 else f"jobs {', '.join(numbers)}"
-            add = f"add `{options}` there."
-        told[log, f"The same for the keys of {what}: {add}"] = None
-    return told
+def _same_for_jobs(jobs: list[int]) -> str:
+    """Return the step that is the same for the keys of further jobs."""
+    options = " ".join(f"--job {number}" for number in jobs[:SHOWN_JOBS])
+    if len(jobs) > SHOWN_JOBS:
+        which = words.ranges(to_ranges(sorted(jobs)), SHOWN_JOBS)
+        what, add = f"the {len(jobs):,} jobs {which}", f"add `{options}` and so on there, a --job for each."
+    else:
+        what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(map(str, jobs))}"
+        add = f"add `{options}` there."
+    return f"The same for the keys of {what}: {add}"
 
 
 def members(incident: Incident, case: Case) -> list[tuple[int, Finding]]:
@@ -161,34 +157,35 @@ def members(incident: Incident, case: Case) -> list[tuple[int, Finding]]:
 def _consequences(incident: Incident, case: Case, page: Page) -> Iterator[str]:
     """Yield the other findings of an incident, in short."""
     index, head = case.findings[incident.head]
-    told = _told(incident, case)
-    for place in sorted(told):
+    shown = _shown(incident, case)
+    for place in sorted(shown):
         log, finding = case.findings[place]
         if place == incident.head:
             continue
         alike = (finding.kind, finding.cause) == (head.kind, head.cause)
-        # What began later in the same log, with the same work, came after it; that is all that "then" claims.
-        later = log == index and finding.kind != "torn_log" and finding.since_seq > (head.lead_seq or head.since_seq)
-        label = "Also" if alike else "Before" if place < incident.head else "Then" if later else "Beside"
+        # What began later in the same log, with the same work, came after it; that is all that "led to" claims.
+        later = (
+            log == index and not finding.is_a(Role.ENDS_LOG) and finding.since_seq > (head.lead_seq or head.since_seq)
+        )
+        label = "Preceded by" if place < incident.head and not alike else "Led to" if later and not alike else "Also"
         where = f" (in {case.logs[log].path.name})" if log != index else ""
-        in_short = finding.brief or finding.title
-        yield from page.row(label, f"{finding.kind.upper()} ({finding.certainty}): {in_short}{where}")
-    left = Counter(_sort(case.findings[place][1]) for place in set(incident.members).difference(told))
+        yield from page.row(label, f"{finding.kind.upper()} ({finding.certainty}): {say(finding).short}{where}")
+    left = Counter(_sort(case.findings[place][1]) for place in set(incident.members).difference(shown))
     if left:
         sorts = ", ".join(f"{number:,} {kind} ({certainty})" for (kind, certainty), number in left.items())
-        yield from page.row("Also", f"{sorts}, which are not told one by one here; --json names all")
+        yield from page.row("Also", f"{sorts}, which are not shown one by one here; --json names all")
 
 
-def _told(incident: Incident, case: Case) -> list[int]:
-    """Return the places of the findings that are told one by one, the cause first."""
+def _shown(incident: Incident, case: Case) -> list[int]:
+    """Return the places of the findings that are shown one by one, the cause first."""
     counted: Counter[tuple[str, str]] = Counter()
-    told = [incident.head]
+    shown = [incident.head]
     for place in incident.members:
         finding = case.findings[place][1]
-        if place != incident.head and (counted[_sort(finding)] < SHOWN_ALIKE or "untold" in finding.facts):
+        if place != incident.head and (counted[_sort(finding)] < SHOWN_ALIKE or finding.overflow):
             counted[_sort(finding)] += 1
-            told.append(place)
-    return told
+            shown.append(place)
+    return shown
 
 
 def _sort(finding: Finding) -> tuple[str, str]:
@@ -198,28 +195,29 @@ def _sort(finding: Finding) -> tuple[str, str]:
 def _certainties(incident: Incident, case: Case) -> Iterator[tuple[str, str]]:
     """Yield what is shown and what is concluded, of the cause and of the rest where it says so."""
     head = case.findings[incident.head][1]
-    told: set[str] = set()
-    for place in _told(incident, case):
+    named: set[str] = set()
+    for place in _shown(incident, case):
         finding = case.findings[place][1]
-        if finding.kind == "torn_log" and finding is not head:
-            continue  # its end is told with its log
+        if finding.is_a(Role.ENDS_LOG) and finding is not head:
+            continue  # its end is shown with its log
         name = "" if finding is head else f"{finding.kind.upper()}: "
         if finding is not head and finding.kind == head.kind and finding.jobs:
             name = f"of job {words.listed(finding.jobs)}: "
-        missing = "; ".join(part for part in (finding.doubt, finding.inferred) if part)
-        if not missing or missing in told:
+        said = say(finding)
+        missing = said.not_proven
+        if not missing or missing in named:
             continue
-        told.add(missing)
-        if finding.shown:
-            yield "Proven", f"{name}{finding.shown}"
+        named.add(missing)
+        if said.shown:
+            yield "Proven", f"{name}{said.shown}"
         yield "Not proven", f"{name}{missing}"
 
 
 def _keys(findings: Sequence[Finding], page: Page) -> Iterator[str]:
     """Yield the keys that hold wrong KV and are still in the store, by the job that stored them."""
     for finding in findings:
-        left = [each for each in finding.facts.get("tainted", ()) if not each["removed"]]
-        keys = list(dict.fromkeys(each["key"] for each in left if each["certainty"] == finding.certainty))
+        left = [each for each in finding.tainted if not each.removed]
+        keys = list(dict.fromkeys(each.key for each in left if each.certainty == finding.certainty))
         if not keys:
             continue
         more = f" and {len(keys) - SHOWN_KEYS} more, see --json" if len(keys) > SHOWN_KEYS else ""
@@ -273,7 +271,7 @@ def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
     for place in incident.members:
         index, finding = case.findings[place]
         chain = finding.chain
-        if finding.kind == "torn_log" and place != incident.head:  # the last of all, and what is about this incident
+        if finding.is_a(Role.ENDS_LOG) and place != incident.head:  # the last of all, and what is about this incident
             chain = tuple(event for event in chain[:-1] if getattr(event, "request", "") in own) + chain[-1:]
         logs.setdefault(index, {}).update((event.seq, event) for event in chain)
         for event in chain:
@@ -284,7 +282,7 @@ def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
     unpinned = {
         (index, job)
         for index, finding in (case.findings[place] for place in incident.members)
-        for job in finding.facts.get("unpinned", ())
+        for job in finding.unpinned_jobs
     }
     refused = {index: {each.event.seq for each in case.logs[index].result.refusals} for index in logs}
     for index, events in logs.items():

@@ -1,4 +1,4 @@
-"""The part of a report that tells of logs: what each one is, what is open at its end, and its run in numbers.
+"""The part of a report about the logs: what each one is, what is open at its end, and its run in numbers.
 
 Pure: from results to lines; this file prints nothing.
 """
@@ -11,10 +11,10 @@ from ledger import words
 from ledger.blocks import Blocks, count
 from ledger.replay.case import Case, LogResult
 from ledger.replay.fold import Result
-from ledger.replay.incidents import FREED
 from ledger.replay.stats import Calls, Durations, Slow
 from ledger.report.layout import Page
 from ledger.state.records import Job, Load, Recv, Send
+from ledger.verdicts.base import Role
 
 END_REASONS = {"stopped": "stop token or string", "length_capped": "length limit"}
 """What vLLM's reasons for the end of a request mean, where their names say less."""
@@ -60,7 +60,7 @@ def log_section(log: LogResult, index: int | None, page: Page) -> Iterator[str]:
     if result.refused:
         first = result.refusals[0]
         which = f"{result.refused:,} events, the first of them " if result.refused > 1 else ""
-        yield from page.row("Refused", f"{which}event {first.event.seq}, which the book does not accept: {first.rule}")
+        yield from page.row("Refused", f"{which}event {first.event.seq}, which the state does not accept: {first.rule}")
 
 
 def _length(result: Result) -> str:
@@ -73,7 +73,7 @@ def _length(result: Result) -> str:
     mono_ns = result.end.now_mono_ns - result.first.mono_ns
     if abs(wall_ns - mono_ns) < CLOCK_SET_NS:
         return words.span(wall_ns)
-    return f"{words.span(mono_ns)}; the wall clock was set meanwhile, so that times of day mislead"
+    return f"{words.span(mono_ns)}; the wall clock was changed meanwhile, so do not trust times of day"
 
 
 def _engine(opened: ev.LogOpened, page: Page) -> Iterator[str]:
@@ -152,7 +152,7 @@ def taken_blocks(case: Case, index: int) -> Taken:
     for number, incident in enumerate(case.incidents, 1):
         for place in incident.members:
             log, finding = case.findings[place]
-            if log != index or finding.kind not in (*FREED, "poison"):
+            if log != index or not finding.is_a(Role.FREES_EARLY | Role.TAINTS):
                 continue
             for what, names in (("job", finding.jobs), ("load", finding.loads), ("transfer", finding.transfers)):
                 for name in names:
@@ -187,11 +187,11 @@ def open_items(result: Result, taken: Taken) -> Iterator[str]:
         named = words.plural(count(held), "block")
         return f"{verb} {named} in the book only: they were given away too early, see incident {number}"
 
-    miscounted = [each.facts["miscounted"] for each in result.findings if "miscounted" in each.facts]
-    counted = {each["report_of"]: each for each in miscounted}
+    miscounted = [each.miscounted for each in result.findings if each.miscounted is not None]
+    counted = {each.report_of: each for each in miscounted}
     for number, job in book.jobs.items():
         given = counted.get(number)
-        elsewhere = f", whose report was counted for job {given['counted_for']}" if given is not None else ""
+        elsewhere = f", whose report was counted for job {given.counted_for}" if given is not None else ""
         waits = "settled" if job.settled else "every rank has reported"
         waits = (
             f"waits for {words.ranks(job.waiting)}{elsewhere}"
@@ -234,7 +234,7 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
     """Yield the run in numbers."""
     stats = result.stats
     lost = lost_events([result])
-    yield from page.wrap("", f"Story in numbers{name}{', each of them at least' if lost else ''}")
+    yield from page.wrap("", f"The run in numbers{name}{', each of them at least' if lost else ''}")
     if lost:
         yield from page.row("Lost", f"{lost}, not in these numbers")
     reasons = ", ".join(
@@ -253,7 +253,7 @@ def story_section(result: Result, name: str, page: Page) -> Iterator[str]:
             f"{stats.jobs:,} registered, {stats.jobs_settled:,} settled ({stats.jobs_failed:,} with a failed rank), "
             f"{stats.jobs_skipped:,} skipped; at most {words.plural(stats.most_pinned_blocks, 'block')} pinned at a "
             "time"
-            f"{_times('; held until they were freed for', stats.job_held)}",
+            f"{_times('; freed after', stats.job_held)}",
         )
     if stats.loads:
         yield from page.row(
@@ -318,7 +318,7 @@ def _times(label: str, durations: Durations) -> str:
 
 
 def _stands_out(slow: Slow, durations: Durations) -> bool:
-    """Return whether one of the slowest tells more than the median and the longest beside it."""
+    """Return whether one of the slowest says more than the median and the longest already do."""
     return durations.number >= 3 and slow.duration_ns > 1.2 * durations.percentile_ns(50)
 
 
@@ -343,7 +343,7 @@ def _calls(calls: Calls, opened: int) -> str:
     moved = f", {words.size(calls.bytes)} moved" if calls.bytes or calls.keys else ""
     keys = f" ({words.plural(calls.failed_keys, 'key')})" if calls.failed_keys else ""
     failed = f", {calls.failed_calls:,} failed{keys}" if calls.failed_calls else ""
-    more = f"; {opened:,}{' more' if calls.calls else ''} without a return in this log" if opened else ""
+    more = f"; {opened:,}{' more' if calls.calls else ''} still open when the log ends" if opened else ""
     return f"{words.plural(calls.calls, 'call')}{asked}{moved}{failed}{_times('; took', calls.durations)}{more}"
 
 

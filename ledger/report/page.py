@@ -1,7 +1,7 @@
 """What a replay says, for a person: plain text, as wide as the reader has room.
 
 The text needs no colour and no lines drawn, so that it reads the same on a terminal, in a ticket, through a pipe and
-aloud. Its first lines alone tell what happened and what to do, because somebody was just woken up; then comes what the
+aloud. Its first lines alone say what happened and what to do, because somebody was just woken up; then comes what the
 logs are, and then each incident with the events that show it. Pure: from results to text; this file prints nothing.
 """
 
@@ -25,6 +25,8 @@ from ledger.report.logs import (
     story_section,
     taken_blocks,
 )
+from ledger.report.wording import say
+from ledger.verdicts.base import Role
 
 SUMMARY_CHARS = 160
 """What the first lines say of one incident, at most: two lines of a terminal."""
@@ -51,9 +53,9 @@ def text(case: Case, *, check: bool = False, width: int = WIDTH) -> Iterator[str
         for number, incident in enumerate(case.incidents, 1):
             yield ""
             yield from incident_section(number, incident, case, page)
-    told = {transfer for incident in case.incidents for transfer in shared(incident, case)}
+    shown_transfers = {transfer for incident in case.incidents for transfer in shared(incident, case)}
     for transfer, steps in case.transfers.items():
-        if transfer not in told:
+        if transfer not in shown_transfers:
             yield ""
             yield from transfer_section(transfer, steps, page)
     for index, log in enumerate(case.logs):
@@ -79,16 +81,17 @@ def summary(case: Case, page: Page) -> Iterator[str]:
         return
     first = gravest(incidents, case.findings)
     finding = case.findings[first.head][1]
-    torn = [each for _, each in members(first, case) if each.kind == "torn_log" and each is not finding and each.brief]
-    also = f". Also, {torn[0].brief}" if torn else ""
+    ends = [each for _, each in members(first, case) if each.is_a(Role.ENDS_LOG) and each is not finding]
+    torn = [brief for each in ends if (brief := say(each).brief)]
+    also = f". Also, {torn[0]}" if torn else ""
     which = f"incident {incidents.index(first) + 1}" if len(incidents) > 1 else ""
     about = ", ".join(part for part in (which, finding.certainty if finding.certainty != "proven" else "") if part)
     sure = f" ({about})" if about else ""
     where = f" on engine {engine(case, case.findings[first.head][0])}" if len(case.logs) > 1 else ""
-    what = _short(finding.brief or finding.title)
+    what = _short(say(finding).short)
     yield from page.wrap("", f"What happened{where}{sure}: {what}{also}.", hanging=2)
     yield from page.wrap("", f"Impact: {impact(first, case)}.", hanging=2)
-    # The only incident is told once: what is to be done about it stands here in full.
+    # The only incident is shown once, so what to do about it stands here in full.
     steps = do_next(first, case) if len(incidents) == 1 else _short(_first_steps(first, case))
     yield from page.wrap("", f"Do next: {steps}", hanging=2)
     others = [f"{number} {_kind(case, each)}" for number, each in enumerate(incidents, 1) if each is not first]
@@ -109,15 +112,15 @@ def headline(case: Case) -> str:
 
 def doubts(case: Case) -> list[str]:
     """Return why the files cannot be believed as they are: they were changed, or today's code reads them otherwise."""
-    told: list[str] = []
+    reasons: list[str] = []
     for log in case.logs:
         name = log.path.name if len(case.logs) > 1 else "this file"
         if log.broken_seal:
             who = name if len(case.logs) > 1 else "This file"
-            told.append(f"{who} was changed after it was sealed: {log.broken_seal}")
+            reasons.append(f"{who} was changed after it was sealed: {log.broken_seal}")
         if log.result.mismatch is not None:
-            told.append(f"Today's code and {name} disagree at event {log.result.mismatch.seq}")
-    return told
+            reasons.append(f"Today's code and {name} disagree at event {log.result.mismatch.seq}")
+    return reasons
 
 
 def _found(case: Case, nothing: str) -> str:
@@ -136,10 +139,12 @@ def _found(case: Case, nothing: str) -> str:
         return f"{nothing} wrong was found{about}{f' in what is left; lost: {lost}' if lost else ''}."
     counted = Counter((finding.kind, finding.certainty) for _, finding in case.findings)
     kinds = sorted(counted.items(), key=lambda item: CERTAINTIES.index(item[0][1]))
-    told = ", ".join(f"{f'{number} ' if number > 1 else ''}{kind} ({certain})" for (kind, certain), number in kinds)
+    kinds_found = ", ".join(
+        f"{f'{number} ' if number > 1 else ''}{kind} ({certain})" for (kind, certain), number in kinds
+    )
     findings = words.plural(len(case.findings), "finding")
     incidents = f" in {words.plural(len(case.incidents), 'incident')}" if len(case.findings) > 1 else ""
-    return f"{findings}{incidents}{about}: {told}"
+    return f"{findings}{incidents}{about}: {kinds_found}"
 
 
 def _short(sentence: str) -> str:
@@ -149,11 +154,11 @@ def _short(sentence: str) -> str:
 def _first_steps(incident: Incident, case: Case) -> str:
     """Return the first sentence of the advice, and further ones about what came of it as far as there is room."""
     first, *others = steps_of(incident, case)
-    told = re.split(r"(?<=[.?]) (?=[A-Z`])", first, maxsplit=1)[0]
+    steps = re.split(r"(?<=[.?]) (?=[A-Z`])", first, maxsplit=1)[0]
     for step in others:
-        if len(told) + len(step) < SUMMARY_CHARS:
-            told = f"{told} {step}"
-    return told
+        if len(steps) + len(step) < SUMMARY_CHARS:
+            steps = f"{steps} {step}"
+    return steps
 
 
 def _interest(case: Case) -> str:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, expand, from_ranges, spoken, to_ranges
 from ledger.errors import Refused
+from ledger.state import invariants as inv
 from ledger.state.counts import count_down, count_up
 from ledger.state.projection import Projection
 from ledger.state.records import Recv, Send
@@ -32,10 +33,10 @@ def _send_registered(state: Projection, event: ev.SendRegistered) -> None:
     sends = state.book.sends
     if event.request in sends:
         other = sends[event.request].transfer
-        raise Refused("send_still_open", f"request {event.request} registers {event.transfer} while {other} is open")
+        raise Refused(inv.SEND_STILL_OPEN, f"request {event.request} registers {event.transfer} while {other} is open")
     ranks = tuple(from_ranges(event.ranks))
     if not ranks:
-        raise Refused("send_without_ranks", f"transfer {event.transfer} names no rank that could ever report")
+        raise Refused(inv.SEND_WITHOUT_RANKS, f"transfer {event.transfer} names no rank that could ever report")
     sends[event.request] = Send(event.transfer, event.generation, event.seq, event.mono_ns, ranks, ranks)
 
 
@@ -43,7 +44,7 @@ def _send_registered(state: Projection, event: ev.SendRegistered) -> None:
 def _send_ready(state: Projection, event: ev.SendReady) -> None:
     send = _send(state, event)
     if send.phase != "registered":
-        raise Refused("send_ready_twice", f"transfer {event.transfer} of request {event.request} was ready before")
+        raise Refused(inv.SEND_READY_TWICE, f"transfer {event.transfer} of request {event.request} was ready before")
     _no_null_block(event)
     count_up(state.held, event.blocks)
     send.phase = "ready"
@@ -58,7 +59,7 @@ def _send_ready(state: Projection, event: ev.SendReady) -> None:
 def _send_started(state: Projection, event: ev.SendStarted) -> None:
     send = _send(state, event)
     if send.phase == "registered":
-        raise Refused("sent_before_ready", f"rank {event.rank} pushes transfer {event.transfer} before it is ready")
+        raise Refused(inv.SENT_BEFORE_READY, f"rank {event.rank} pushes transfer {event.transfer} before it is ready")
     _expects(send, event)
     send.phase = "sending"
     send.pushes += 1
@@ -68,7 +69,7 @@ def _send_started(state: Projection, event: ev.SendStarted) -> None:
 def _rank_sent(state: Projection, event: ev.RankSent) -> None:
     send = _send(state, event)
     if send.phase == "registered":
-        raise Refused("sent_before_ready", f"rank {event.rank} reports transfer {event.transfer} before it is ready")
+        raise Refused(inv.SENT_BEFORE_READY, f"rank {event.rank} reports transfer {event.transfer} before it is ready")
     _expects(send, event)
     send.waiting = tuple([rank for rank in send.waiting if rank != event.rank])
     send.outcomes[event.rank] = event.outcome
@@ -80,11 +81,13 @@ def _send_settled(state: Projection, event: ev.SendSettled) -> None:
     _not_quarantined(send, event)
     if event.outcome == "withdrawn":
         if send.phase != "registered":
-            raise Refused("withdrawn_late", f"transfer {event.transfer} is ready, so ranks may read its blocks")
+            raise Refused(inv.WITHDRAWN_LATE, f"transfer {event.transfer} is ready, so ranks may read its blocks")
     else:
         _all_reported(send, event)
         if "expired" in send.outcomes.values():
-            raise Refused("send_not_served", f"transfer {event.transfer} cannot settle as sent: a rank waited in vain")
+            raise Refused(
+                inv.SEND_NOT_SERVED, f"transfer {event.transfer} cannot settle as sent: a rank waited in vain"
+            )
     count_down(state.held, send.blocks)
     del state.book.sends[event.request]
 
@@ -96,18 +99,18 @@ def _send_expired(state: Projection, event: ev.SendExpired) -> None:
     _all_reported(send, event)
     expired = to_ranges([rank for rank in send.ranks if send.outcomes[rank] == "expired"])
     if not expired or event.expired_ranks != expired:
-        raise Refused("send_not_expired", f"transfer {event.transfer} expired on ranks {expired}, not as it is said")
+        raise Refused(inv.SEND_NOT_EXPIRED, f"transfer {event.transfer} expired on ranks {expired}, not as it is said")
     count_down(state.held, send.blocks)
     del state.book.sends[event.request]
 
 
 def _all_reported(send: Send, event: ev.SendSettled | ev.SendExpired) -> None:
     if send.phase == "registered":
-        raise Refused("sent_before_ready", f"transfer {event.transfer} cannot be over before it is ready")
+        raise Refused(inv.SENT_BEFORE_READY, f"transfer {event.transfer} cannot be over before it is ready")
     if send.waiting:
         missing = spoken(send.waiting)
         raise Refused(
-            "send_over_early", f"transfer {event.transfer} is not over while ranks {missing} may read its blocks"
+            inv.SEND_OVER_EARLY, f"transfer {event.transfer} is not over while ranks {missing} may read its blocks"
         )
 
 
@@ -115,8 +118,8 @@ def _expects(send: Send, event: ev.SendStarted | ev.RankSent) -> None:
     if event.rank in send.waiting:
         return
     if event.rank in send.outcomes:
-        raise Refused("rank_sent_twice", f"rank {event.rank} had finished with transfer {event.transfer} before")
-    raise Refused("unexpected_rank", f"rank {event.rank} is not one of those of transfer {event.transfer}")
+        raise Refused(inv.RANK_SENT_TWICE, f"rank {event.rank} had finished with transfer {event.transfer} before")
+    raise Refused(inv.UNEXPECTED_RANK, f"rank {event.rank} is not one of those of transfer {event.transfer}")
 
 
 # --- recvs ----------------------------------------------------------------------------------------------------------
@@ -127,10 +130,10 @@ def _recv_registered(state: Projection, event: ev.RecvRegistered) -> None:
     book = state.book
     if event.request in book.recvs:
         other = book.recvs[event.request].transfer
-        raise Refused("recv_still_open", f"request {event.request} registers {event.transfer} while {other} is open")
+        raise Refused(inv.RECV_STILL_OPEN, f"request {event.request} registers {event.transfer} while {other} is open")
     ranks = tuple(from_ranges(event.ranks))
     if not ranks:
-        raise Refused("recv_without_ranks", f"transfer {event.transfer} names no rank that could ever ask")
+        raise Refused(inv.RECV_WITHOUT_RANKS, f"transfer {event.transfer} names no rank that could ever ask")
     _no_null_block(event)
     book.recvs[event.request] = Recv(
         event.transfer,
@@ -154,9 +157,13 @@ def _recv_registered(state: Projection, event: ev.RecvRegistered) -> None:
 def _peers_named(state: Projection, event: ev.PeersNamed) -> None:
     recv = _recv(state, event)
     if event.rank not in recv.unnamed:
-        raise Refused("peers_named_twice", f"rank {event.rank} had named the peers of transfer {event.transfer} before")
+        raise Refused(
+            inv.PEERS_NAMED_TWICE, f"rank {event.rank} had named the peers of transfer {event.transfer} before"
+        )
     if not event.peers or len(set(event.peers)) != len(event.peers):
-        raise Refused("peers_not_named", f"rank {event.rank} names no peer of transfer {event.transfer}, or one twice")
+        raise Refused(
+            inv.PEERS_NOT_NAMED, f"rank {event.rank} names no peer of transfer {event.transfer}, or one twice"
+        )
     recv.unnamed = tuple([rank for rank in recv.unnamed if rank != event.rank])
     recv.waiting = (*recv.waiting, *((event.rank, peer) for peer in event.peers))
     prefills = state.book.prefills
@@ -172,17 +179,19 @@ def _peer_settled(state: Projection, event: ev.PeerSettled) -> None:
     if not event.peer:
         if event.rank not in recv.unnamed:
             raise Refused(
-                "peer_not_named", f"rank {event.rank} settles transfer {event.transfer} without naming a peer"
+                inv.PEER_NOT_NAMED, f"rank {event.rank} settles transfer {event.transfer} without naming a peer"
             )
         if event.outcome == "ok":
-            raise Refused("loaded_from_nobody", f"rank {event.rank} loaded {event.transfer} without naming a peer")
+            raise Refused(inv.LOADED_FROM_NOBODY, f"rank {event.rank} loaded {event.transfer} without naming a peer")
         recv.unnamed = tuple([rank for rank in recv.unnamed if rank != event.rank])
     else:
         pair = (event.rank, event.peer)
         if pair not in recv.waiting:
             if any((rank, peer) == pair for rank, peer, _ in recv.outcomes):
-                raise Refused("peer_settled_twice", f"{event.peer} had settled {event.transfer} for rank {event.rank}")
-            raise Refused("unexpected_peer", f"rank {event.rank} does not expect {event.peer} in {event.transfer}")
+                raise Refused(
+                    inv.PEER_SETTLED_TWICE, f"{event.peer} had settled {event.transfer} for rank {event.rank}"
+                )
+            raise Refused(inv.UNEXPECTED_PEER, f"rank {event.rank} does not expect {event.peer} in {event.transfer}")
         recv.waiting = tuple([other for other in recv.waiting if other != pair])
     recv.outcomes = (*recv.outcomes, (event.rank, event.peer, event.outcome))
 
@@ -191,7 +200,7 @@ def _peer_settled(state: Projection, event: ev.PeerSettled) -> None:
 def _recv_failed(state: Projection, event: ev.RecvFailed) -> None:
     recv = _recv(state, event)
     if recv.failed:
-        raise Refused("recv_failed_twice", f"transfer {event.transfer} had failed before; a transfer fails once")
+        raise Refused(inv.RECV_FAILED_TWICE, f"transfer {event.transfer} had failed before; a transfer fails once")
     recv.failed = True
 
 
@@ -199,9 +208,9 @@ def _recv_failed(state: Projection, event: ev.RecvFailed) -> None:
 def _recv_recovered(state: Projection, event: ev.RecvRecovered) -> None:
     recv = _recv(state, event)
     if not recv.failed:
-        raise Refused("recovered_from_nothing", f"transfer {event.transfer} did not fail, so nothing was recovered")
+        raise Refused(inv.RECOVERED_FROM_NOTHING, f"transfer {event.transfer} did not fail, so nothing was recovered")
     if recv.recovered:
-        raise Refused("recovered_twice", f"request {event.request} was {recv.recovered} before")
+        raise Refused(inv.RECOVERED_TWICE, f"request {event.request} was {recv.recovered} before")
     recv.recovered = event.action
 
 
@@ -212,12 +221,12 @@ def _recv_settled(state: Projection, event: ev.RecvSettled) -> None:
     if recv.unnamed or recv.waiting:
         peers = ", ".join(f"{peer} for rank {rank}" for rank, peer in recv.waiting)
         who = peers or f"the peers of ranks {spoken(recv.unnamed)}"
-        raise Refused("recv_settled_early", f"transfer {event.transfer} cannot settle while {who} may still write")
+        raise Refused(inv.RECV_SETTLED_EARLY, f"transfer {event.transfer} cannot settle while {who} may still write")
     if (event.outcome == "failed") != recv.failed:
         said = "failed" if recv.failed else "did not fail"
-        raise Refused("failure_is_sticky", f"transfer {event.transfer} {said}; it cannot settle as {event.outcome}")
+        raise Refused(inv.FAILURE_IS_STICKY, f"transfer {event.transfer} {said}; it cannot settle as {event.outcome}")
     if not recv.failed and any(outcome != "ok" for _, _, outcome in recv.outcomes):
-        raise Refused("unreported_failure", f"a peer failed transfer {event.transfer}, and no recv_failed says so")
+        raise Refused(inv.UNREPORTED_FAILURE, f"a peer failed transfer {event.transfer}, and no recv_failed says so")
     count_down(state.held, recv.blocks)
     book = state.book
     del book.recvs[event.request]
@@ -236,22 +245,22 @@ _OfRecv: TypeAlias = ev.PeersNamed | ev.PeerSettled | ev.RecvFailed | ev.RecvRec
 def _send(state: Projection, event: _OfSend) -> Send:
     send = state.book.sends.get(event.request)
     if send is None or send.transfer != event.transfer:
-        raise Refused("unknown_send", f"request {event.request} has no open send {event.transfer}")
+        raise Refused(inv.UNKNOWN_SEND, f"request {event.request} has no open send {event.transfer}")
     return send
 
 
 def _recv(state: Projection, event: _OfRecv) -> Recv:
     recv = state.book.recvs.get(event.request)
     if recv is None or recv.transfer != event.transfer:
-        raise Refused("unknown_recv", f"request {event.request} has no open recv {event.transfer}")
+        raise Refused(inv.UNKNOWN_RECV, f"request {event.request} has no open recv {event.transfer}")
     return recv
 
 
 def _no_null_block(event: ev.SendReady | ev.RecvRegistered) -> None:
     if any(block == NULL_BLOCK for _, block in expand(event.blocks)):
-        raise Refused("null_block_moved", f"transfer {event.transfer} names the null block, which backs no KV")
+        raise Refused(inv.NULL_BLOCK_MOVED, f"transfer {event.transfer} names the null block, which backs no KV")
 
 
 def _not_quarantined(opened: Send | Recv, event: ev.SendSettled | ev.SendExpired | ev.RecvSettled) -> None:
     if opened.quarantined:
-        raise Refused("transfer_quarantined", f"transfer {event.transfer} is quarantined: its blocks stay held")
+        raise Refused(inv.TRANSFER_QUARANTINED, f"transfer {event.transfer} is quarantined: its blocks stay held")

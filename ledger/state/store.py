@@ -8,6 +8,7 @@ import msgspec
 from ledger import events as ev
 from ledger.blocks import from_ranges, spoken
 from ledger.errors import Refused
+from ledger.state import invariants as inv
 from ledger.state.counts import count_down, count_up
 from ledger.state.projection import Projection
 from ledger.state.records import Book, Job, Load
@@ -23,10 +24,10 @@ RULES = Rules()
 def _job_registered(state: Projection, event: ev.JobRegistered) -> None:
     book = state.book
     if event.job < book.next_job:
-        raise Refused("job_id_reused", f"job {event.job} was registered before; the next id is {book.next_job}")
+        raise Refused(inv.JOB_ID_REUSED, f"job {event.job} was registered before; the next id is {book.next_job}")
     ranks = tuple(from_ranges(event.ranks))
     if not ranks:
-        raise Refused("job_without_ranks", f"job {event.job} names no rank that could ever report")
+        raise Refused(inv.JOB_WITHOUT_RANKS, f"job {event.job} names no rank that could ever report")
     book.jobs[event.job] = Job(
         event.request, event.generation, event.seq, event.mono_ns, ranks, ranks, tokens=event.tokens
     )
@@ -48,11 +49,11 @@ def _job_skipped(state: Projection, event: ev.JobSkipped) -> None:
 def _pin_touched(state: Projection, event: ev.PinTouched) -> None:
     job = _job(state.book, event.job)
     if job.blocks:
-        raise Refused("pinned_twice", f"job {event.job} has pinned its blocks already")
+        raise Refused(inv.PINNED_TWICE, f"job {event.job} has pinned its blocks already")
     if job.settled or job.outcomes:
-        raise Refused("pinned_late", f"job {event.job} pins blocks after a rank has reported")
+        raise Refused(inv.PINNED_LATE, f"job {event.job} pins blocks after a rank has reported")
     if names_null_block(event.blocks):
-        raise Refused("null_block_pinned", f"job {event.job} pins the null block, which backs no KV")
+        raise Refused(inv.NULL_BLOCK_PINNED, f"job {event.job} pins the null block, which backs no KV")
     job.blocks = event.blocks
     count_up(state.pins, event.blocks)
 
@@ -63,8 +64,10 @@ def _rank_completed(state: Projection, event: ev.RankCompleted) -> None:
     rank = event.rank
     if rank not in job.waiting:
         if rank in job.outcomes:
-            raise Refused("rank_reported_twice", f"rank {rank} had reported job {event.job} before")
-        raise Refused("unexpected_rank", f"rank {rank} is not one of the ranks {spoken(job.ranks)} of job {event.job}")
+            raise Refused(inv.RANK_REPORTED_TWICE, f"rank {rank} had reported job {event.job} before")
+        raise Refused(
+            inv.UNEXPECTED_RANK, f"rank {rank} is not one of the ranks {spoken(job.ranks)} of job {event.job}"
+        )
     job.waiting = tuple([other for other in job.waiting if other != rank])
     job.outcomes[rank] = event.outcome
 
@@ -74,11 +77,11 @@ def _job_settled(state: Projection, event: ev.JobSettled) -> None:
     job = _job(state.book, event.job)
     if job.waiting:
         missing = spoken(job.waiting)
-        raise Refused("settled_early", f"job {event.job} cannot settle while ranks {missing} have not reported")
+        raise Refused(inv.SETTLED_EARLY, f"job {event.job} cannot settle while ranks {missing} have not reported")
     if job.settled:
-        raise Refused("settled_twice", f"job {event.job} had settled before")
+        raise Refused(inv.SETTLED_TWICE, f"job {event.job} had settled before")
     if job.quarantined:
-        raise Refused("job_quarantined", f"job {event.job} is quarantined: its blocks stay pinned")
+        raise Refused(inv.JOB_QUARANTINED, f"job {event.job} is quarantined: its blocks stay pinned")
     job.settled = True
     if not job.blocks:
         _forget_job(state, event.job)
@@ -89,11 +92,11 @@ def _blocks_freed(state: Projection, event: ev.BlocksFreed) -> None:
     job = _job(state.book, event.job)
     if not job.settled:
         missing = spoken(job.waiting)
-        raise Refused("freed_early", f"blocks of job {event.job} cannot be freed while ranks {missing} may read them")
+        raise Refused(inv.FREED_EARLY, f"blocks of job {event.job} cannot be freed while ranks {missing} may read them")
     if job.quarantined:
-        raise Refused("job_quarantined", f"job {event.job} is quarantined: its blocks stay pinned")
+        raise Refused(inv.JOB_QUARANTINED, f"job {event.job} is quarantined: its blocks stay pinned")
     if event.blocks != job.blocks:
-        raise Refused("freed_other_blocks", f"job {event.job} frees blocks that are not the ones it pinned")
+        raise Refused(inv.FREED_OTHER_BLOCKS, f"job {event.job} frees blocks that are not the ones it pinned")
     count_down(state.pins, job.blocks)
     _forget_job(state, event.job)
 
@@ -102,8 +105,8 @@ def _job(book: Book, number: int) -> Job:
     job = book.jobs.get(number)
     if job is None:
         if number < book.next_job:
-            raise Refused("job_already_settled", f"job {number} has settled, and its blocks were freed")
-        raise Refused("unknown_job", f"job {number} was never registered")
+            raise Refused(inv.JOB_ALREADY_SETTLED, f"job {number} has settled, and its blocks were freed")
+        raise Refused(inv.UNKNOWN_JOB, f"job {number} was never registered")
     return job
 
 
@@ -143,12 +146,14 @@ def _lookup_suppressed(state: Projection, event: ev.LookupSuppressed) -> None:
 def _load_planned(state: Projection, event: ev.LoadPlanned) -> None:
     book = state.book
     if event.load < book.next_load:
-        raise Refused("load_id_reused", f"load {event.load} was planned before; the next id is {book.next_load}")
+        raise Refused(inv.LOAD_ID_REUSED, f"load {event.load} was planned before; the next id is {book.next_load}")
     if event.request in book.loading:
         other = book.loading[event.request]
-        raise Refused("load_still_open", f"request {event.request} plans load {event.load} while load {other} is open")
+        raise Refused(
+            inv.LOAD_STILL_OPEN, f"request {event.request} plans load {event.load} while load {other} is open"
+        )
     if names_null_block(event.blocks):
-        raise Refused("null_block_loaded", f"load {event.load} writes into the null block, which backs no KV")
+        raise Refused(inv.NULL_BLOCK_LOADED, f"load {event.load} writes into the null block, which backs no KV")
     end_token = event.local_tokens + event.tokens
     book.loads[event.load] = Load(
         event.request, event.generation, event.seq, event.mono_ns, event.blocks, event.tokens, end_token
@@ -164,7 +169,7 @@ def _load_planned(state: Projection, event: ev.LoadPlanned) -> None:
 def _load_registered(state: Projection, event: ev.LoadRegistered) -> None:
     load = _load(state.book, event.load)
     if load.ranks:
-        raise Refused("load_registered_twice", f"load {event.load} was given to the workers before")
+        raise Refused(inv.LOAD_REGISTERED_TWICE, f"load {event.load} was given to the workers before")
     load.ranks = tuple(from_ranges(event.ranks))
     load.waiting = load.ranks
 
@@ -175,9 +180,9 @@ def _rank_loaded(state: Projection, event: ev.RankLoaded) -> None:
     rank = event.rank
     if rank not in load.waiting:
         if rank in load.outcomes:
-            raise Refused("rank_loaded_twice", f"rank {rank} had answered load {event.load} before")
+            raise Refused(inv.RANK_LOADED_TWICE, f"rank {rank} had answered load {event.load} before")
         raise Refused(
-            "unexpected_rank", f"rank {rank} is not one of the ranks {spoken(load.ranks)} of load {event.load}"
+            inv.UNEXPECTED_RANK, f"rank {rank} is not one of the ranks {spoken(load.ranks)} of load {event.load}"
         )
     load.waiting = tuple([other for other in load.waiting if other != rank])
     load.outcomes[rank] = event.outcome
@@ -187,7 +192,7 @@ def _rank_loaded(state: Projection, event: ev.RankLoaded) -> None:
 def _load_failed(state: Projection, event: ev.LoadFailed) -> None:
     load = _load(state.book, event.load)
     if load.failed:
-        raise Refused("load_failed_twice", f"load {event.load} had failed before; a load fails once")
+        raise Refused(inv.LOAD_FAILED_TWICE, f"load {event.load} had failed before; a load fails once")
     load.failed = True
 
 
@@ -196,9 +201,9 @@ def _load_settled(state: Projection, event: ev.LoadSettled) -> None:
     load = _load(state.book, event.load)
     if load.waiting and tuple(from_ranges(event.missing)) != load.waiting:
         missing = spoken(load.waiting)
-        raise Refused("load_settled_early", f"load {event.load} cannot settle while ranks {missing} may still write")
+        raise Refused(inv.LOAD_SETTLED_EARLY, f"load {event.load} cannot settle while ranks {missing} may still write")
     if load.failed and event.outcome == "loaded":
-        raise Refused("failure_is_sticky", f"load {event.load} failed on a rank and cannot settle as loaded")
+        raise Refused(inv.FAILURE_IS_STICKY, f"load {event.load} failed on a rank and cannot settle as loaded")
     del state.book.loads[event.load]
     del state.book.loading[load.request]
     count_down(state.targets, load.blocks)
@@ -217,6 +222,6 @@ def _load(book: Book, number: int) -> Load:
     load = book.loads.get(number)
     if load is None:
         if number < book.next_load:
-            raise Refused("load_already_settled", f"load {number} has settled")
-        raise Refused("unknown_load", f"load {number} was never planned")
+            raise Refused(inv.LOAD_ALREADY_SETTLED, f"load {number} has settled")
+        raise Refused(inv.UNKNOWN_LOAD, f"load {number} was never planned")
     return load

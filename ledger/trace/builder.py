@@ -17,6 +17,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.blocks import Ranges, count, from_ranges
 from ledger.errors import Refused
+from ledger.report import wording
 from ledger.state.apply import State
 from ledger.state.open_work import OpenWork, open_work
 from ledger.state.records import Book, Send
@@ -136,12 +137,12 @@ class TraceBuilder(Tracks):
         self._put("instant", track, ts_ns, said or event.sentence(), ev.kind_of(event), shown)
 
     def _finding(self, finding: Finding, source: str, ts_ns: int) -> None:
-        public = finding.public()
+        public = wording.public(finding)
         args = {name: _text(public[name]) for name in ("kind", "certainty", "title", "culprit", "advice", "code")}
         args |= {name: words.listed(public[name]) for name in ("requests", "jobs", "ranks", "evidence") if public[name]}
         args["blocks"] = words.listed(f"{group}:{block}" for group, block in finding.blocks)
         args["since"] = f"event {finding.since_seq}"
-        name = f"{finding.kind} ({finding.certainty}): {finding.brief or finding.title}"
+        name = f"{finding.kind} ({finding.certainty}): {wording.say(finding).short}"
         self._put("instant", self._one("findings", source), ts_ns, name, "finding", args)
 
     def _count(self, ts_ns: int) -> None:

@@ -23,7 +23,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from ledger.verdicts.base import Verdict
+from ledger.verdicts.base import Kind, Verdict
 
 
 @cache
@@ -41,3 +41,9 @@ def all_verdicts() -> tuple[type[Verdict], ...]:
             and each.__module__ == module.__name__
         )
     return tuple(found)
+
+
+@cache
+def all_kinds() -> dict[str, Kind]:
+    """Return every kind of finding by its name, as the verdicts declare them."""
+    return {kind.name: kind for verdict in all_verdicts() for kind in verdict.kinds}

@@ -6,13 +6,14 @@ the engine or the fold noticed is lost.
 
 from typing import ClassVar
 
+from ledger.rules import Breach
+from ledger.verdicts.base import Kind, Role
 from ledger.verdicts.shared.rules import RuleVerdict
+
+BROKEN_RULE = Kind(Breach.OTHER.value, Role.CAUSE)
 
 
 class BrokenRule(RuleVerdict):
     """All broken rules that no other verdict takes."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("broken_rule",)
-    advice: ClassVar[str] = (
-        "The books of this engine are broken: keep the file, restart the engine, and report it with the file."
-    )
+    kinds: ClassVar[tuple[Kind, ...]] = (BROKEN_RULE,)

@@ -5,19 +5,19 @@ The second time takes the reference of somebody else: the block goes back to the
 
 from typing import ClassVar
 
-from ledger.verdicts.shared.rules import Broken, RuleVerdict
+from ledger.rules import Breach
+from ledger.verdicts.base import Kind, Role
+from ledger.verdicts.shared.rules import RuleBroken, RuleVerdict
+
+DOUBLE_FREE = Kind(Breach.DOUBLE_FREE.value, Role.CAUSE | Role.FREES_EARLY | Role.MISCOUNTS | Role.WRONG_KV)
+
+
+class FreedTwice(RuleBroken, frozen=True, kw_only=True):
+    """Blocks of a job were to be given back a second time, or blocks that it never pinned."""
 
 
 class DoubleFree(RuleVerdict):
     """Frees beyond what was pinned."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("double_free",)
-    lead: ClassVar[str] = "a wrong free: "
-    advice: ClassVar[str] = (
-        "Treat KV of these blocks as wrong from that event on: reset the prefix cache. `kvledger blame FILE G:B` says "
-        "who uses a block."
-    )
-
-    def impact(self, first: Broken) -> tuple[str, ...]:
-        """Return who may suffer: whoever holds the blocks, since another may be given them as well."""
-        return (f"whoever uses these blocks after event {first.event.seq} may share them with another request",)
+    kinds: ClassVar[tuple[Kind, ...]] = (DOUBLE_FREE,)
+    facts: ClassVar[type[RuleBroken]] = FreedTwice

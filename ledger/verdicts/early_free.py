@@ -1,7 +1,7 @@
 """`early_free`: blocks were given back although somebody may still read or write them.
 
     a rule      a job or load was settled or freed while ranks had not answered
-    a grant     blocks of a load or recv were given to somebody while ranks may still write into them
+    a reuse     blocks of a load or recv were given to somebody while ranks may still write into them
     a call      a rank was still inside a call for a job or load that was over
     a start     a request ran on blocks into which ranks of its own load may still write
 
@@ -10,25 +10,64 @@ scheduler are lost since the load began: the request may have ended there, and c
 """
 
 from collections.abc import Hashable, Iterable
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.blocks import expand, numbers
+from ledger.rules import Breach
 from ledger.state.records import Load, Recv
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Doubt, Facts, Finding, Kind, Role
 from ledger.verdicts.history import End, EventList, History, forget_oldest
-from ledger.verdicts.shared.rules import Broken, RuleVerdict
-from ledger.verdicts.shared.sample import Alike
-from ledger.verdicts.shared.waits import likewise
+from ledger.verdicts.shared.rules import Broken, FreedEarly, RuleBroken, RuleVerdict
+from ledger.verdicts.shared.sample import Sample
 
 KEPT_AFTER = 6
 """Later events of the same work that are kept: they show that it was not over."""
 
-Subject = tuple[str, int | str]
-"""`("job", id)`, `("load", id)` or `("transfer", id)`."""
+WorkSort: TypeAlias = Literal["job", "load", "transfer"]
+
+Subject: TypeAlias = tuple[WorkSort, int | str]
+"""The sort of the work, and its id."""
+
+EARLY_FREE = Kind(Breach.EARLY_FREE.value, Role.CAUSE | Role.FREES_EARLY | Role.MISCOUNTS | Role.WRONG_KV)
+
+
+class EndLost(Doubt, frozen=True, kw_only=True):
+    """Events are lost, and among them may be the end of the load or transfer.
+
+    Attributes:
+        again: the request may have ended there, too, and come again on other blocks.
+    """
+
+    gap: ev.Gap
+    again: bool
+
+
+class Released(Facts, frozen=True, kw_only=True):
+    """Blocks that were free or in use again while a load, transfer or job may still have read or written them.
+
+    Attributes:
+        sort, id: the first work of which that is so.
+        request: whose work it is.
+        event: what shows it: blocks given to somebody, a request that runs, or a call that begins or ends.
+        blocks: how many blocks are concerned.
+        waiting: the ranks that had not answered, or the rank whose call it is.
+        number: how many jobs, loads or transfers it is so for.
+        reached: the requests that got the blocks or ran on them, of those that are kept.
+        all_reached: whether these are all.
+    """
+
+    sort: WorkSort
+    id: int | str
+    request: str
+    event: ev.BlocksAllocated | ev.RequestScheduled | ev.RequestResumed | ev.TransferStarted | ev.TransferFinished
+    blocks: int
+    waiting: tuple[int, ...]
+    number: int
+    reached: tuple[str, ...]
+    all_reached: bool
 
 
 class _Released(msgspec.Struct, frozen=True):
@@ -41,50 +80,30 @@ class _Released(msgspec.Struct, frozen=True):
     before: tuple[ev.Event, ...]
     chain: EventList
     """Its events, which go on as long as it is open."""
-    doubt: str = ""
-    """Why it is not certain that it was early; empty if it is."""
-
-    @property
-    def what(self) -> str:
-        """What it is called: `store job 3`, `load 4`, `transfer x1`."""
-        return f"{self.noun} {self.subject[1]}"
-
-    @property
-    def noun(self) -> str:
-        """What it is: `store job`, `load`, `transfer`."""
-        return "store job" if self.subject[0] == "job" else self.subject[0]
+    doubt: EndLost | None = None
+    """Why it is not certain that it was early."""
 
     @property
     def sort(self) -> tuple[Hashable, ...]:
-        """What it has in common with the releases that one finding tells together with it."""
-        return self.event.__class__, self.subject[0], self.waiting, bool(self.doubt)
+        """What it has in common with the releases that are in one finding with it."""
+        return self.event.__class__, self.subject[0], self.waiting, self.doubt is not None
 
 
 class EarlyFree(RuleVerdict):
     """Blocks given back too early."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("early_free",)
-    lead: ClassVar[str] = "blocks were given up too early: "
-    advice: ClassVar[str] = (
-        "Do not trust the output of who got the blocks since (`kvledger blame FILE G:B` names them), and reset the "
-        "prefix cache. The fault is in the connector that freed them: report it with this file."
-    )
+    kinds: ClassVar[tuple[Kind, ...]] = (EARLY_FREE,)
+    facts: ClassVar[type[RuleBroken]] = FreedEarly
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self._released: dict[tuple[Hashable, ...], Alike[_Released]] = {}
-        self._told: dict[Subject, None] = {}
+        self._released: dict[tuple[Hashable, ...], Sample[_Released]] = {}
+        self._seen: dict[Subject, None] = {}
         self._over = history.ended_work  # looked at for every call
 
-    def impact(self, first: Broken) -> tuple[str, ...]:
-        """Return who may suffer: the transfer whose blocks are written anew, or whoever gets them."""
-        if first.rule == "send_over_early":
-            return (f"what is sent as {first.transfer} after event {first.event.seq} may be KV of another request",)
-        return (f"whoever gets these blocks after event {first.event.seq} may have wrong KV in them",)
-
-    def finding(self, alike: Alike[Broken], end: End) -> Finding:
+    def finding(self, alike: Sample[Broken]) -> Finding:
         """Return the finding for one rule, with what shows that the work was not over."""
-        found, first = super().finding(alike, end), alike.kept[0]
+        found, first = super().finding(alike), alike.kept[0]
         return msgspec.structs.replace(found, chain=(*found.chain, *_after(first.chain, first.event)))
 
     def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
@@ -97,9 +116,9 @@ class EarlyFree(RuleVerdict):
             return
         given = set(numbers(event.blocks))  # one pool for all groups, so a number is one piece of memory
         for number, load in book.loads.items():
-            self._hit(event, given, ("load", number), load.request, load, load.waiting, self.history.loads[number])
+            self._reused(event, given, ("load", number), load.request, load, load.waiting, self.history.loads[number])
         for request, recv in book.recvs.items():
-            self._hit(
+            self._reused(
                 event,
                 given,
                 ("transfer", recv.transfer),
@@ -163,17 +182,13 @@ class EarlyFree(RuleVerdict):
         if not self.history.same_generation(event.request, event.generation, opened):
             return
         lost = self.history.lost_since(opened.since_seq)
-        doubt = (
-            f"{ev.lost_at(lost)}, and the request may have ended there and come again, on other blocks"
-            if lost is not None
-            else ""
-        )
+        doubt = EndLost(gap=lost, again=True) if lost is not None else None
         blocks = tuple(sorted(expand(opened.blocks)))
         self._keep(
             _Released(event, subject, event.request, opened.since_seq, blocks, waiting, tuple(chain[-8:]), chain, doubt)
         )
 
-    def _hit(
+    def _reused(
         self,
         event: ev.BlocksAllocated,
         given: set[int],
@@ -183,89 +198,72 @@ class EarlyFree(RuleVerdict):
         waiting: tuple[int, ...],
         chain: list[ev.Event],
     ) -> None:
-        if not waiting or subject in self._told:
+        if not waiting or subject in self._seen:
             return
         if event.request == request and self.history.same_generation(request, event.generation, opened):
             return
-        hit = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
-        if not hit:
+        shared = tuple(sorted(block for block in expand(opened.blocks) if block[1] in given))
+        if not shared:
             return
         lost = self.history.lost_since(opened.since_seq)
         gone = lost is not None and not self.history.restored_after(lost.seq)
-        doubt = f"{ev.lost_at(lost)}, and it may have ended there" if lost is not None and gone else ""
-        self._keep(_Released(event, subject, request, opened.since_seq, hit, waiting, tuple(chain[-8:]), chain, doubt))
+        doubt = EndLost(gap=lost, again=False) if lost is not None and gone else None
+        self._keep(
+            _Released(event, subject, request, opened.since_seq, shared, waiting, tuple(chain[-8:]), chain, doubt)
+        )
 
     def _keep(self, released: _Released) -> None:
         """Keep the first release of a job, load or transfer, or only count it."""
-        if released.subject in self._told:
+        if released.subject in self._seen:
             return
-        self._told[released.subject] = None
-        forget_oldest(self._told)
-        self._released.setdefault(released.sort, Alike()).add(released)
+        self._seen[released.subject] = None
+        forget_oldest(self._seen)
+        self._released.setdefault(released.sort, Sample()).add(released)
 
     def findings(self, end: End) -> Iterable[Finding]:
-        """Return the broken rules, and the loads whose blocks were given up under them, those of one sort together."""
+        """Return the broken rules, and the loads whose blocks were given up under them, one finding for each sort."""
         yield from super().findings(end)
-        told: set[Subject] = set()
+        settled: set[Subject] = set()
         for broken in self.broken:
-            told |= {("job", broken.job), ("load", broken.load), ("transfer", broken.transfer)}
+            settled |= {("job", broken.job), ("load", broken.load), ("transfer", broken.transfer)}
         for alike in self._released.values():
             # Where a rule was broken by settling it, this is what came of it.
-            kept = [each for each in alike.kept if each.subject not in told]
+            kept = [each for each in alike.kept if each.subject not in settled]
             if kept:
-                yield self._early(kept, alike.number - (len(alike.kept) - len(kept)))
-
-    def _early(self, group: list[_Released], number: int) -> Finding:
-        each = group[0]
-        blocks, ranks = words.plural(len(each.blocks), "block"), words.ranks(each.waiting)
-        if isinstance(each.event, ev.BlocksAllocated):
-            to = "another life of request" if each.event.request == each.request else "request"
-            how = f"were given to {to} {each.event.request} while {ranks} may still write into them"
-            title = f"{blocks} of {each.what} of request {each.request} {how}"
-            culprit = f"the scheduler freed the blocks of {each.what} before every rank had settled"
-        elif isinstance(each.event, ev.TransferStarted | ev.TransferFinished):
-            verb = "began" if isinstance(each.event, ev.TransferStarted) else "ended"
-            call = words.call_of_its_rank(each.event.op, each.event.transfer, each.event.rank)
-            title = f"rank {each.event.rank}'s {call} {verb} after {each.what} of request {each.request} was over"
-            culprit = f"the scheduler counted {each.what} as done on rank {each.event.rank} before it was"
-        else:
-            went = "may have gone on" if each.doubt else "went on"
-            title = f"request {each.request} {went} while {ranks} may still write into its {blocks} ({each.what})"
-            culprit = f"the scheduler counted {each.what} as finished before every rank had answered"
-        events = [*each.before, each.event, *_after(each.chain, each.event)]
-        shown = {event.seq: event for event in events}
-        subjects = [each.subject for each in group]
-        names = dict.fromkeys(name for each in group for name in (each.request, each.event.request) if name)
-        transfers = [name for what, name in subjects if what == "transfer"]
-        return Finding(
-            kind="early_free",
-            certainty="undecidable" if each.doubt else "proven",
-            title=f"{title}{likewise(number - 1, each.noun)}",
-            since_seq=each.event.seq,
-            requests=tuple(names),
-            jobs=tuple(name for what, name in subjects if what == "job" and isinstance(name, int)),
-            loads=tuple(name for what, name in subjects if what == "load" and isinstance(name, int)),
-            blocks=tuple(sorted({block for each in group for block in each.blocks})),
-            ranks=each.waiting,
-            culprit=culprit,
-            advice=self.advice,
-            lead_seq=each.event.seq,
-            doubt=each.doubt,
-            chain=tuple(shown[seq] for seq in sorted(shown)),
-            facts={"transfers": transfers} if transfers else {},
-            impact=(_impact(group, number),),
-        )
+                yield _early(kept, alike.number - (len(alike.kept) - len(kept)))
 
 
-def _impact(group: list[_Released], number: int) -> str:
-    """Return whose KV may be wrong: of who runs on the blocks, or of whoever gets them."""
-    if isinstance(group[0].event, ev.TransferStarted | ev.TransferFinished):
-        return "the answer of whoever got these blocks, or loads what was stored from them, may be wrong"
-    names = list(dict.fromkeys(each.event.request for each in group))
-    if number == 1 or len(names) == 1:
-        return f"the answer of request {names[0]} may be wrong"
-    least = "at least " if number > len(group) else ""
-    return f"the answers of {least}{len(names)} requests ({words.listed(names)}) may be wrong"
+def _early(group: list[_Released], number: int) -> Finding:
+    each = group[0]
+    events = [*each.before, each.event, *_after(each.chain, each.event)]
+    shown = {event.seq: event for event in events}
+    subjects = [each.subject for each in group]
+    names = dict.fromkeys(name for each in group for name in (each.request, each.event.request) if name)
+    return Finding(
+        of=EARLY_FREE,
+        certainty="undecidable" if each.doubt is not None else "proven",
+        since_seq=each.event.seq,
+        requests=tuple(names),
+        jobs=tuple(name for what, name in subjects if what == "job" and isinstance(name, int)),
+        loads=tuple(name for what, name in subjects if what == "load" and isinstance(name, int)),
+        blocks=tuple(sorted({block for each in group for block in each.blocks})),
+        ranks=each.waiting,
+        lead_seq=each.event.seq,
+        chain=tuple(shown[seq] for seq in sorted(shown)),
+        transfers=tuple(str(name) for what, name in subjects if what == "transfer"),
+        doubt=each.doubt,
+        facts=Released(
+            sort=each.subject[0],
+            id=each.subject[1],
+            request=each.request,
+            event=each.event,
+            blocks=len(each.blocks),
+            waiting=each.waiting,
+            number=number,
+            reached=tuple(dict.fromkeys(each.event.request for each in group)),
+            all_reached=number <= len(group),
+        ),
+    )
 
 
 def _after(chain: EventList, event: ev.Event) -> list[ev.Event]:

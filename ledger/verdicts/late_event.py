@@ -7,23 +7,40 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from ledger import events as ev
-from ledger import words
-from ledger.verdicts.base import Finding
+from ledger.rules import Breach
+from ledger.verdicts.base import Facts, Finding, Kind, Role
 from ledger.verdicts.history import End, History
-from ledger.verdicts.shared.ends import is_hard, is_near
-from ledger.verdicts.shared.rules import Broken, RuleVerdict
-from ledger.verdicts.shared.sample import Alike
+from ledger.verdicts.shared.rules import RuleBroken, RuleVerdict
+from ledger.verdicts.shared.sample import Sample
+
+LATE_EVENT = Kind(Breach.LATE_EVENT.value, Role.ENDS_ENGINE)
+
+
+class CameLate(RuleBroken, frozen=True, kw_only=True):
+    """A result for work that was over, which the book refuses."""
+
+
+class Ignored(Facts, frozen=True, kw_only=True):
+    """Results for work that was over, which the engine recorded and ignored.
+
+    Attributes:
+        first: the first of them.
+        results: how many there are.
+    """
+
+    first: ev.ReportIgnored
+    results: int
 
 
 class LateEvent(RuleVerdict):
     """Results for what was over."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("late_event",)
-    lead: ClassVar[str] = "a result{} came too late: "
+    kinds: ClassVar[tuple[Kind, ...]] = (LATE_EVENT,)
+    facts: ClassVar[type[RuleBroken]] = CameLate
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self._ignored: dict[tuple[str, str], Alike[ev.ReportIgnored]] = {}
+        self._ignored: dict[tuple[str, str], Sample[ev.ReportIgnored]] = {}
         self._before: dict[tuple[str, str], list[ev.Event]] = {}
 
     def on_report_ignored(self, event: ev.ReportIgnored) -> None:
@@ -31,49 +48,24 @@ class LateEvent(RuleVerdict):
         sort = event.what, event.why
         if sort not in self._ignored:
             self._before[sort] = self.history.last_end(event.request, load=event.load, transfer=event.transfer)
-        self._ignored.setdefault(sort, Alike()).add(event)
-
-    def advise(self, first: Broken, end: End) -> str:
-        """Return what to do next."""
-        return _advice(first.event, end)
+        self._ignored.setdefault(sort, Sample()).add(event)
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each sort of late result."""
         yield from super().findings(end)
         for (what, why), alike in self._ignored.items():
-            late, number = alike.kept, alike.number
+            late = alike.kept
             first = late[0]
-            subject = first.transfer or (f"load {first.load}" if first.load >= 0 else what)
-            times = f" ({number:,} such results)" if number > 1 else ""
             yield Finding(
-                kind="late_event",
+                of=LATE_EVENT,
                 certainty="proven",
-                title=f"{_result(first, subject)} came too late and was ignored: {why}{times}",
                 since_seq=first.seq,
                 requests=tuple(dict.fromkeys(event.request for event in late if event.request)),
                 ranks=tuple(sorted({event.rank for event in late if event.rank >= 0})),
                 code=first.code or None,
-                culprit=words.ranks([first.rank]) if first.rank >= 0 else f"the other side of the {what}",
-                advice=_advice(first, end),
                 lead_seq=first.seq,
                 chain=(*self._before[what, why], *late[:10]),
                 loads=tuple(dict.fromkeys(event.load for event in late if event.load >= 0)),
-                facts={"transfers": list(dict.fromkeys(event.transfer for event in late if event.transfer))},
+                transfers=tuple(dict.fromkeys(event.transfer for event in late if event.transfer)),
+                facts=Ignored(first=first, results=alike.number),
             )
-
-
-def _result(event: ev.ReportIgnored, subject: str) -> str:
-    """Return what came and from whom, and that it was a failure, as far as the event says."""
-    who = f" of rank {event.rank}" if event.rank >= 0 else ""
-    if event.code:
-        return f"a failed result{who} for {subject}, {event.code},"
-    return f"a result{who} for {subject}"
-
-
-def _advice(event: ev.Event, end: End) -> str:
-    if is_hard(end) and is_near(event, end):
-        return (
-            f"Look for an error about this request in the engine's own log at {words.clock(event.ts_ns)} UTC: this log "
-            "ends right after the result, which makes it the first suspect."
-        )
-    return "Nothing, if this is all: it changed nothing. See in the evidence what had ended the work before it came."

@@ -16,31 +16,73 @@ from typing import ClassVar
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.blocks import Blocks, count, from_ranges
-from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.base import Doubt, Facts, Finding, Kind, Role, Verdict, listed
 from ledger.verdicts.history import End, EventList, History
-from ledger.verdicts.shared.ends import DOWN, is_down
-from ledger.verdicts.shared.sample import Alike
+from ledger.verdicts.shared.sample import Sample
 from ledger.verdicts.shared.waits import (
     Wait,
+    Waiting,
     blocked_requests,
     certainty,
-    describe,
     evidence,
     last_events,
-    likewise,
+    longest_wait_ns,
     never_answered,
-    waiting_behind,
+    waiting,
     waits,
     with_events,
 )
 
-OTHER_LOG = (
-    "Replay the decode engine's log together with this one: it shows whether the request arrived there, and asked."
-)
+LEAK = Kind("leak", Role.SYMPTOM | Role.LASTS)
 
-RESTART = "Restart the engine when it can be spared: only that gives the held blocks back."
+
+class StillHeld(Facts, frozen=True, kw_only=True):
+    """Jobs or sends that hold blocks, and nothing goes on that would end them.
+
+    Attributes:
+        first: the oldest of them.
+        waits: how many there are.
+        held_blocks: how many blocks they hold together.
+        settled: that the oldest one settled, if it did.
+        violated: rules that were broken for the oldest one.
+        unasked: it is a send, and as far as the log goes nobody has asked for it.
+        longest_wait_ns: for how long the first of the requests that suffer has waited to run, in nanoseconds.
+    """
+
+    first: Waiting
+    waits: int
+    held_blocks: int
+    settled: ev.JobSettled | None
+    violated: tuple[ev.InvariantViolated, ...]
+    unasked: bool
+    longest_wait_ns: int
+
+
+class Expired(Facts, frozen=True, kw_only=True):
+    """Sends that were not fetched in time, so that the prefill engine gave them up.
+
+    Attributes:
+        event: that the first of them expired.
+        sends: how many there are.
+        ready: that its blocks began to be held; None if the log has lost that.
+        failed: the rank whose pushes failed, if one did.
+        asked: a decode worker is known to have asked for it.
+        hidden: nobody is known to have asked, and events are lost that may say otherwise.
+    """
+
+    event: ev.SendExpired
+    sends: int
+    ready: ev.SendReady | None
+    failed: ev.RankSent | None
+    asked: bool
+    hidden: bool
+
+
+class QuestionLost(Doubt, frozen=True, kw_only=True):
+    """Events are lost, and that somebody asked for the transfer may be among them."""
+
+    gap: ev.Gap
 
 
 class _Expired(msgspec.Struct, frozen=True):
@@ -74,14 +116,14 @@ class _Expired(msgspec.Struct, frozen=True):
 class Leak(Verdict):
     """Jobs that nobody will end, and sends that nobody fetches."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("leak",)
+    kinds: ClassVar[tuple[Kind, ...]] = (LEAK,)
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self._expired: Alike[_Expired] = Alike()
+        self._expired: Sample[_Expired] = Sample()
 
     def on_send_expired(self, event: ev.SendExpired) -> None:
-        """Note blocks that were held for a decode engine in vain."""
+        """Note blocks that were held for a decode engine until the time was up."""
         chain = self.history.sends[event.request]
         lost = self.history.lost_since(chain[0].seq if chain else 0)
         self._expired.add(_Expired(event, (*chain[:1], *chain[1:][-9:]), lost))
@@ -108,20 +150,23 @@ class Leak(Verdict):
 
     def _held(self, group: list[Wait], end: End) -> Finding:
         first = group[0]
-        certain, doubt = ("proven", "") if first.quarantined else certainty(end, group)
+        certain, doubt = ("proven", None) if first.quarantined else certainty(end, group)
         ended = [view.last for view in first.doing("ended") if isinstance(view.last, ev.TransferFinished)]
         failed = [last for last in ended if last.outcome != "ok"]
-        violated = [event for event in first.chain if isinstance(event, ev.InvariantViolated)]
+        violated = tuple(event for event in first.chain if isinstance(event, ev.InvariantViolated))
         blocked = {name: each for name, each in blocked_requests(self.history, end).items() if name != first.request}
-        told = self._told(first, violated)
-        held = words.plural(sum(count(wait.blocks) for wait in group), "block")
         codes = [each.code for last in failed for each in last.failures] + [last.code for last in failed]
         return Finding(
-            kind="leak",
+            of=LEAK,
             certainty=certain,
-            title=(
-                f"{first.name} of {words.request(first.request, first.generation)} {self._why(first, end)}"
-                f"{likewise(len(group) - 1, first.what)}; {held} held"
+            facts=StillHeld(
+                first=waiting(self.history, first),
+                waits=len(group),
+                held_blocks=sum(count(wait.blocks) for wait in group),
+                settled=next((event for event in first.chain if isinstance(event, ev.JobSettled)), None),
+                violated=violated,
+                unasked=self._is_unasked(first),
+                longest_wait_ns=longest_wait_ns(blocked),
             ),
             since_seq=first.since_seq,
             requests=(*dict.fromkeys(wait.request for wait in group), *blocked),
@@ -130,128 +175,45 @@ class Leak(Verdict):
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
             code=next((code for code in codes if code), None),
-            culprit="; ".join(told),
-            advice=self._advice(first, bool(failed), end),
-            other_log=OTHER_LOG if first.what == "send" else "",
             lead_seq=min([event.seq for event in (failed or ended or violated)], default=first.since_seq),
             doubt=doubt,
-            shown=f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
-            if doubt
-            else "",
             chain=with_events(evidence(first), last_events(blocked)),
-            impact=waiting_behind(blocked),
-            facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
-            also="" if _goes_on(end) or is_down(end) else RESTART,
+            transfers=tuple(wait.transfer for wait in group if wait.transfer),
         )
 
-    @staticmethod
-    def _why(first: Wait, end: End) -> str:
-        open_for = words.span(first.open_ns)
-        if first.quarantined:
-            until = (
-                "were held until the engine shut down" if is_down(end) else "stay held until the engine is restarted"
-            )
-            return f"is quarantined after a broken rule: its blocks {until}"
-        if first.what == "send":
-            return f"holds blocks for a decode engine that has not fetched them for {open_for}"
-        if first.missing:
-            settled = "had not settled by then" if _goes_on(end) else "did not settle in this log"
-            return f"{settled}: no report of {words.ranks(first.ranks)} in {open_for}"
-        freed = "had not freed its blocks by then" if _goes_on(end) else "did not free its blocks in this log"
-        settled = next((event for event in first.chain if isinstance(event, ev.JobSettled)), None)
-        how = f"settled at event {settled.seq} and " if settled is not None else ""
-        why = "" if settled is not None else ", although every rank has reported"
-        return f"{how}{freed}{why}; open for {open_for}"
-
-    def _told(self, first: Wait, violated: list[ev.InvariantViolated]) -> list[str]:
-        if first.quarantined:
-            return [f"broken rule {event.rule}: {event.detail}" for event in violated] or ["a broken rule"]
+    def _is_unasked(self, first: Wait) -> bool:
+        """Return whether nobody has asked for a send, as far as the log goes."""
         send = self.history.state.book.sends.get(first.request) if first.what == "send" else None
-        if send is not None and not send.pushes and all(how == "expired" for how in send.outcomes.values()):
-            so_far = ", as far as this log goes" if first.blind else ""
-            return [f"the decode engine, or the router before it: nobody has asked for this transfer{so_far}"]
-        if not first.missing:
-            return ["the scheduler: it settled the job and stopped before freeing"]
-        return [describe(view, first.name.removeprefix("store ")) for view in first.missing]
-
-    @staticmethod
-    def _advice(first: Wait, failed: bool, end: End) -> str:
-        if first.quarantined:
-            return f"{DOWN} Report the broken rule with this file." if is_down(end) else RESTART
-        if first.what == "send":
-            return "See whether the request has arrived at a decode engine, and lives there."
-        if not first.missing:
-            return (
-                "Look at the engine's log at its last step: it stopped between settling the job and freeing its blocks."
-            )
-        where = f"the worker log of {words.ranks(first.ranks)}"
-        if _goes_on(end):
-            later = "Replay the log without --until" if end.how == "as_of" else "Replay the log again in a minute"
-            return f"{later}: the job may have settled since. If it has not, look at {where}."
-        seen = next((view.last for view in first.missing if view.last is not None), None)
-        at = f" at {words.clock(seen.ts_ns)} UTC" if seen is not None else ""
-        error = " for the error" if failed else ""
-        if is_down(end):
-            return f"Look at {where}{at}{error}. {DOWN}"
-        return f"Look at {where}{at}{error}; only a restart of the engine gives the blocks back."
+        return send is not None and not send.pushes and all(how == "expired" for how in send.outcomes.values())
 
     def _expiry(self) -> Finding:
         first = next((each for each in self._expired.kept if not each.hidden), self._expired.kept[0])
-        event, send = first.event, f"send {first.event.transfer}"
-        ready = _ready(first.chain)
-        held = f"the blocks of {send} were held in vain"
-        title = f"{send} of request {event.request} was freed only because it expired"
-        if ready is not None:
-            blocks = words.plural(count(ready.blocks), "block")
-            held_for = words.span(event.mono_ns - ready.mono_ns)
-            held = f"{held} for {held_for}"
-            title = (
-                f"{send} of request {event.request} held {blocks} for {held_for} in vain, and was freed only because "
-                "it expired"
-            )
-        failed = [each for each in first.chain if isinstance(each, ev.RankSent) and each.code]
-        inferred = ""
-        if failed:
-            why = words.failure(failed[0].code, failed[0].raw, failed[0].exception, failed[0].stage)
-            culprit = f"the pushes of rank {failed[0].rank} failed: {why}"
-        elif first.asked:
-            culprit = "some decode workers asked and others did not: see whether all ranks of the decode engine lived"
-        elif first.hidden:
-            culprit = "the decode engine, or the router before it, if nobody asked for this transfer"
-        else:
-            culprit = "the decode engine, or the router before it: nobody asked for this transfer"
-            inferred = "why: the request was rejected there, lost its client, or failed before asking"
-        doubt = ""
-        if first.lost is not None and first.hidden and not failed:
-            doubt = f"{ev.lost_at(first.lost)}, and that somebody asked for this transfer may be among them"
+        event, ready = first.event, _ready(first.chain)
+        failed = next((each for each in first.chain if isinstance(each, ev.RankSent) and each.code), None)
+        doubt = None
+        if first.lost is not None and first.hidden and failed is None:
+            doubt = QuestionLost(gap=first.lost)
         return Finding(
-            kind="leak",
-            certainty="undecidable" if doubt else "proven",
-            title=f"{title}{likewise(self._expired.number - 1, 'send')}",
+            of=LEAK,
+            certainty="proven" if doubt is None else "undecidable",
+            facts=Expired(
+                event=event,
+                sends=self._expired.number,
+                ready=ready,
+                failed=failed,
+                asked=first.asked,
+                hidden=first.hidden,
+            ),
             since_seq=ready.seq if ready is not None else event.seq,
             requests=tuple(dict.fromkeys(each.event.request for each in self._expired.kept)),
             blocks=listed(tuple(part for each in self._expired.kept for part in _blocks(each.chain))),
             ranks=tuple(dict.fromkeys(rank for run in event.expired_ranks for rank in range(run[0], run[1] + 1))),
-            code=failed[0].code if failed else None,
-            culprit=culprit,
-            advice="Let the router tell the prefill engine when it gives a request up. Nothing is held any more.",
-            other_log=OTHER_LOG,
-            inferred=inferred,
-            doubt=doubt,
-            impact=(f"{held} and are free again",)
-            if self._expired.number == 1
-            else (
-                f"the blocks of {self._expired.number:,} sends were held until they expired, in vain, and are free now",
-            ),
+            code=failed.code if failed is not None else None,
             lead_seq=event.seq,
+            doubt=doubt,
             chain=(*first.chain, event),
-            facts={"transfers": [each.event.transfer for each in self._expired.kept]},
+            transfers=tuple(each.event.transfer for each in self._expired.kept),
         )
-
-
-def _goes_on(end: End) -> bool:
-    """Return whether there is more to come after what was replayed, so that nothing can be said to be for ever."""
-    return end.how in ("live", "as_of")
 
 
 def _ready(chain: tuple[ev.Event, ...] | EventList) -> ev.SendReady | None:

@@ -1,7 +1,7 @@
 """Loads that failed and were reported as they should: `load_failed`, `evicted_before_load`, `lost_store`.
 
-The engine dealt with them, by recomputing or by ending the request; they are told because every one of them cost time
-or a request, and because what they have in common names the cause:
+The engine dealt with them, by recomputing or by ending the request; they are findings because every one of them cost
+time or a request, and because what they have in common names the cause:
 
     load_failed             a transfer from a prefill engine; or always the same ranks, and these have never loaded
                             anything: the lookup does not ask for the keys of all ranks (not concluded where events of
@@ -15,14 +15,13 @@ The last two are never more than suspected: what the store did is not in a log o
 
 from collections import deque
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from ledger import codes, words
 from ledger import events as ev
 from ledger.blocks import expand, from_ranges
-from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.base import Doubt, Facts, Finding, Kind, Role, Verdict, listed
 from ledger.verdicts.history import End, EventList, History
 from ledger.verdicts.shared.waits import lost_answers, with_events
 
@@ -35,8 +34,8 @@ KEPT_LOADS = 500
 KEPT_OPEN = 2000
 """Failed loads and transfers of which it is not known yet what became of their requests."""
 
-TOLD_LOADS = 3
-"""Failed loads that are told rank by rank."""
+SHOWN_LOADS = 3
+"""Failed loads that are shown rank by rank."""
 
 KEPT_PUTS = 4096
 """Puts whose keys are remembered, to tell whether a key that is gone was stored by this engine."""
@@ -45,6 +44,128 @@ KEPT_LATE = 64
 """Failed loads whose calls are still taken after they have settled."""
 
 NOT_FOUND = "BLOCK_NOT_FOUND"
+
+LOAD_FAILED = Kind("load_failed", Role.REPORTED | Role.RECURS)
+EVICTED_BEFORE_LOAD = Kind("evicted_before_load", Role.REPORTED | Role.RECURS)
+LOST_STORE = Kind("lost_store", Role.REPORTED | Role.RECURS)
+
+
+class EvictionsUnseen(Doubt, frozen=True, kw_only=True):
+    """What the store evicted is not in a log of the engine."""
+
+
+class StoreUnseen(Doubt, frozen=True, kw_only=True):
+    """What the store did by itself is not in a log of the engine."""
+
+
+class Became(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the requests of failed loads or transfers.
+
+    Attributes:
+        request: the request of the first; empty if the log does not say.
+        number: how many failed.
+        actions: how often each thing became of a request, as far as it is known: `recomputed`, `failed`, `gone`,
+            `aborted`.
+        unfinished: how many of the requests had not ended when the log did.
+    """
+
+    request: str
+    number: int
+    actions: dict[str, int]
+    unfinished: int
+
+
+class ByRank(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rank answered for a load."""
+
+    load: int
+    request: str
+    answers: tuple[ev.RankLoaded, ...]
+
+
+class FailedLoads(Facts, frozen=True, kw_only=True):
+    """Loads that failed with one code. The types below say what they have in common, where that is known.
+
+    Attributes:
+        code: their stable code.
+        failure: the answer of the first rank on which the first of them failed.
+        became: how many failed, and what became of their requests.
+        by_rank: the answers of all ranks, for the first few where there is more than one load or rank.
+    """
+
+    code: str
+    failure: ev.RankLoaded
+    became: Became
+    by_rank: tuple[ByRank, ...]
+
+
+class AlwaysSameRanks(FailedLoads, frozen=True, kw_only=True):
+    """All of them failed on the same ranks, and these loaded nothing in the whole log.
+
+    Attributes:
+        ranks: these ranks.
+        key: a key that could not be loaded; empty if none is recorded.
+    """
+
+    ranks: tuple[int, ...]
+    key: str
+
+
+class LeaseRanOut(FailedLoads, frozen=True, kw_only=True):
+    """The transfer outlasted the lease of its keys.
+
+    Attributes:
+        took_ns: how long the longest transfer took, in nanoseconds.
+    """
+
+    took_ns: int
+
+
+class NotFound(FailedLoads, frozen=True, kw_only=True):
+    """The lookup had a hit, and the load did not find the key.
+
+    Attributes:
+        after_ns: how long after the lookup the call began at the latest, in nanoseconds.
+    """
+
+    after_ns: int
+
+
+class Evicted(FailedLoads, frozen=True, kw_only=True):
+    """The load did not find the key, longer than the store's default lease after the lookup had a hit.
+
+    Attributes:
+        after_ns: about how long after it, in nanoseconds.
+    """
+
+    after_ns: int
+
+
+class LostPut(FailedLoads, frozen=True, kw_only=True):
+    """The load did not find a key that this log has seen stored, within its lease.
+
+    Attributes:
+        put: the end of the call that stored it.
+        after_ns: how long after the lookup the load's call began at the latest, in nanoseconds.
+    """
+
+    put: ev.TransferFinished
+    after_ns: int
+
+
+class FailedTransfers(Facts, frozen=True, kw_only=True):
+    """Transfers from a prefill engine that failed with one code at one stage.
+
+    Attributes:
+        code, stage: their stable code, and the stage; empty if it is not recorded.
+        failure: the first failure.
+        became: how many failed, and what became of their requests.
+    """
+
+    code: str
+    stage: str
+    failure: ev.RecvFailed
+    became: Became
 
 
 class _Put(msgspec.Struct, frozen=True):
@@ -66,7 +187,7 @@ class _Failed(msgspec.Struct):
         looked_up: the lookup that promised the hit.
         calls: its calls on all ranks, begun and ended. Evidence comes in late, so some may follow after it has settled.
         put: the call that had stored a key that is gone before it was looked up, if this log has it.
-        by_rank: what each rank answered, in words, for the first few.
+        answers: what each rank answered, for the first few.
     """
 
     load: int
@@ -79,7 +200,7 @@ class _Failed(msgspec.Struct):
     looked_up: ev.LookupAnswered | None
     calls: list[ev.TransferStarted | ev.TransferFinished]
     put: _Put | None = None
-    by_rank: str = ""
+    answers: tuple[ev.RankLoaded, ...] = ()
 
     @property
     def failure(self) -> ev.RankLoaded:
@@ -129,7 +250,7 @@ class _Counted(msgspec.Struct):
 class LoadFailed(Verdict):
     """Reported failures of loads, by what they have in common."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("load_failed", "evicted_before_load", "lost_store")
+    kinds: ClassVar[tuple[Kind, ...]] = (LOAD_FAILED, EVICTED_BEFORE_LOAD, LOST_STORE)
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
@@ -256,7 +377,7 @@ class LoadFailed(Verdict):
         chain: EventList,
         failures: list[ev.RankLoaded],
         promised: ev.LookupAnswered | None,
-        told: int,
+        number: int,
     ) -> _Failed:
         planned = next((each for each in chain if isinstance(each, ev.LoadPlanned)), None)
         registered = next((each for each in chain if isinstance(each, ev.LoadRegistered)), None)
@@ -271,8 +392,8 @@ class LoadFailed(Verdict):
             looked_up=promised,
             calls=[each for each in chain if isinstance(each, ev.TransferStarted | ev.TransferFinished)],
         )
-        if told < TOLD_LOADS:
-            failed.by_rank = _by_rank([each for each in chain if isinstance(each, ev.RankLoaded)], failures[0].code)
+        if number < SHOWN_LOADS:
+            failed.answers = tuple(each for each in chain if isinstance(each, ev.RankLoaded))
         self._find_put(failed)
         self._late[event.load] = failed
         if len(self._late) > KEPT_LATE:
@@ -282,72 +403,63 @@ class LoadFailed(Verdict):
     def _finding(self, code: str, failed: list[_Failed]) -> Finding:
         first = failed[0]
         counted = self._counted[code]
-        same_ranks = self._same_ranks(first, counted)
-        kind, how, culprit, advice, doubt, shown, inferred = "load_failed", "", "", "", "", "", ""
-        if same_ranks:
-            how = f", always on {words.ranks(first.ranks)}, which loaded nothing in this log"
-            culprit = f"concluded: systematic: the lookup promises keys that {words.ranks(first.ranks)} cannot load"
-            shown = "who failed each time, and who did not"
-            inferred = "that the lookup does not ask for the keys of these ranks; its own settings would tell"
-            key = f" which ranks have stored key {first.keys[0]}" if first.keys else " which ranks have stored a key"
-            advice = (
-                "See whose keys the lookup asks for: it must ask for those of every rank that loads. The store's own "
-                f"list of keys (docs/oncall.md section 4) shows{key}."
-            )
-        elif code == NOT_FOUND:
-            kind, culprit, advice, doubt = self._gone(failed)
-            shown = "the lookup had a hit, and the load did not find the key" if culprit else ""
-            if culprit and not doubt:
-                inferred = "why: the store may have lost the key, or the lookup may not have asked for this one"
-        elif code == "LEASE_EXPIRED":
-            took = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
-            culprit = (
-                f"the transfer took {words.span(took)}, and the lease of the keys ran out before it ended; Mooncake's "
-                f"default lease is {STORE_LEASE_S:g} s"
-            )
-            advice = "Raise the master's default_kv_lease_ttl above the slowest transfer, or load less at a time."
-            shown = "the code, and how long the transfer took"
-            inferred = "how long the lease was: the master's settings are not in this log"
-        if not culprit:
-            ranks = sorted({rank for each in failed for rank in each.ranks})
-            why = words.failure(code, first.failure.raw, first.failure.exception, first.failure.stage)
-            culprit = f"{words.ranks(ranks)}: {why}"
-            advice = f"{_action(code)} The worker log of {words.ranks(ranks)} at {_at(first.failure)} has the error."
-        number = counted.number
+        facts = self._facts(code, failed, counted)
+        kind, doubt = LOAD_FAILED, None
+        if isinstance(facts, Evicted):
+            kind, doubt = EVICTED_BEFORE_LOAD, EvictionsUnseen()
+        elif isinstance(facts, LostPut):
+            kind, doubt = LOST_STORE, StoreUnseen()
         missed = {key: (each.call or each.failure).ts_ns for each in failed[:20] for key in each.keys}
         put = [first.put.started, first.put.finished] if first.put is not None else []
         events = [*put, first.looked_up, first.planned, first.call, first.failure, first.settled]
         return Finding(
-            kind=kind,
-            certainty="suspected" if doubt else "proven",
-            title=f"{words.plural(number, 'load')} failed with {code}{how}",
-            impact=_impact(self._became(counted), number, first.request, len(counted.going)),
+            of=kind,
+            certainty="suspected" if doubt is not None else "proven",
             since_seq=first.planned.seq if first.planned is not None else first.failure.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed if each.request)),
             blocks=listed(tuple(part for each in failed for part in (each.planned.blocks if each.planned else ()))),
             ranks=tuple(sorted({rank for each in failed for rank in each.ranks})),
             code=code,
-            culprit=culprit,
-            advice=advice,
             lead_seq=first.call.seq if first.call is not None else first.failure.seq,
-            doubt=doubt,
-            facts={"keys": list(missed), "missed_ts_ns": list(missed.values())},
             chain=with_events((), (event for event in events if event is not None)),
-            notes=tuple(
-                f"load {each.load} of request {each.request}: {each.by_rank}"
-                for each in failed[:TOLD_LOADS]
-                if each.by_rank and (len(failed) > 1 or len(each.all_ranks) > 1)
-            ),
             loads=tuple(each.load for each in failed),
-            shown=shown,
-            inferred=inferred,
+            missing_keys=tuple(missed.items()),
+            doubt=doubt,
+            facts=facts,
         )
 
-    def _became(self, counted: _Counted) -> dict[str, int]:
-        """Return how often each thing became of the requests of failed loads or transfers, as far as it is known."""
+    def _facts(self, code: str, failed: list[_Failed], counted: _Counted) -> FailedLoads:
+        """Return what the failed loads of a code have in common."""
+        first = failed[0]
+        facts = FailedLoads(
+            code=code,
+            failure=first.failure,
+            became=self._became(counted, first.request),
+            by_rank=tuple(
+                ByRank(load=each.load, request=each.request, answers=each.answers)
+                for each in failed[:SHOWN_LOADS]
+                if each.answers and (len(failed) > 1 or len(each.all_ranks) > 1)
+            ),
+        )
+        if self._same_ranks(first, counted):
+            return AlwaysSameRanks(**_fields(facts), ranks=first.ranks, key=first.keys[0] if first.keys else "")
+        if code == NOT_FOUND:
+            return _not_found(facts, first)
+        if code == "LEASE_EXPIRED":
+            took_ns = max((each.call.duration_ns for each in failed if each.call is not None), default=0)
+            return LeaseRanOut(**_fields(facts), took_ns=took_ns)
+        return facts
+
+    def _became(self, counted: _Counted, request: str) -> Became:
+        """Return what became of the requests of failed loads or transfers, as far as it is known."""
         ended = [self.history.ended_requests.get(request) for of, request in self._open.values() if of is counted]
         aborted = sum(isinstance(each, ev.RequestAborted) for each in ended)
-        return counted.became | ({"aborted": aborted} if aborted else {})
+        return Became(
+            request=request,
+            number=counted.number,
+            actions=counted.became | ({"aborted": aborted} if aborted else {}),
+            unfinished=len(counted.going),
+        )
 
     def _same_ranks(self, first: _Failed, counted: _Counted) -> bool:
         """Return whether it is always the same ranks, some but not all, and these never load: no answer is lost."""
@@ -357,125 +469,45 @@ class LoadFailed(Verdict):
             and bool(ranks)
             and set(ranks) < set(first.all_ranks)
             and self._loaded_ranks.isdisjoint(ranks)
-            and not lost_answers(self.history)
+            and lost_answers(self.history) is None
         )
 
     def _transfers(self, code: str, stage: str, failed: list[ev.RecvFailed]) -> Finding:
         first = failed[0]
         counted = self._counted[f"recv {code} {stage}"]
-        number = counted.number
-        where = f" at {stage}" if stage else ""
-        why = words.failure(code, first.raw, first.exception, first.stage)
         return Finding(
-            kind="load_failed",
+            of=LOAD_FAILED,
             certainty="proven",
-            title=f"{words.plural(number, 'transfer')} from a prefill engine failed with {code}{where}",
             since_seq=first.seq,
             requests=tuple(dict.fromkeys(each.request for each in failed)),
             blocks=listed(tuple(part for each in failed for part in each.blocks)),
             ranks=tuple(sorted({each.rank for each in failed})),
             code=code,
-            culprit=f"rank {first.rank}{f', peer {first.peer}' if first.peer else ''}: {why}",
-            advice=_action(code),
-            other_log="Replay the prefill engine's log together with this one: it has the other side.",
             lead_seq=first.seq,
             chain=(*self._before[code, stage][:6], *failed[:6]),
-            facts={"transfers": [each.transfer for each in failed]},
-            impact=_impact(self._became(counted), number, first.request, len(counted.going)),
-        )
-
-    @staticmethod
-    def _gone(failed: list[_Failed]) -> tuple[str, str, str, str]:
-        """Return kind, culprit, advice and doubt for keys that were not found although the lookup had a hit."""
-        first = failed[0]
-        if first.looked_up is None or first.call is None:
-            return "load_failed", "", "", ""
-        # By the scheduler's clock, the latest moment at which the call can have begun: it may have heard of it late. By
-        # the wall clocks, when it began, if nobody has set them.
-        latest_ns = max(first.failure.mono_ns - first.call.duration_ns - first.looked_up.mono_ns, 0)
-        told_ns = first.call.ts_ns - first.call.duration_ns - first.looked_up.ts_ns
-        after = f"at most {words.span(latest_ns)} after the lookup had a hit"
-        if min(latest_ns, told_ns) >= STORE_LEASE_S * 1e9:
-            lease = f"Mooncake's default lease of {STORE_LEASE_S:g} s"
-            about = f"about {words.span(min(latest_ns, told_ns))} after the lookup had a hit"
-            return (
-                "evicted_before_load",
-                f"the store: a key was not found {about}, when {lease} had run out",
-                "Load sooner after the lookup, raise the lease, or give the store more room.",
-                "the store's evictions are not in this log; the log of its master would decide",
-            )
-        if first.put is not None:
-            put = first.put.finished
-            call = words.call("put", put.transfer, put.rank)
-            return (
-                "lost_store",
-                f"the store: {call} had put the key (event {put.seq}), and it was gone {after}",
-                f"See the master's log for a segment or a client that went away, up to {_at(first.failure)}.",
-                "the store's own doings are not in this log; the log of its master would decide",
-            )
-        return (
-            "load_failed",
-            f"a key was not found {after}",
-            f"See the log of the store's master up to {_at(first.failure)}, and whose keys the lookup asks for.",
-            "",
+            transfers=tuple(each.transfer for each in failed),
+            facts=FailedTransfers(code=code, stage=stage, failure=first, became=self._became(counted, first.request)),
         )
 
 
-def _by_rank(answers: list[ev.RankLoaded], known: str) -> str:
-    """Return what each rank answered, ranks that said the same as one: `ranks 0-1 loaded, events 14, 15; ...`.
-
-    A code is told if it is not the `known` one.
-    """
-    alike: dict[str, list[ev.RankLoaded]] = {}
-    for answer in answers:
-        keys = f" {words.plural(answer.failed_keys, 'key')}" if answer.failed_keys else ""
-        code = f" ({answer.code})" if answer.code and answer.code != known else ""
-        alike.setdefault(f"{answer.outcome}{keys}{code}", []).append(answer)
-    told: list[str] = []
-    for how, group in alike.items():
-        seqs = words.listed([answer.seq for answer in group], 4)
-        told.append(
-            f"{words.ranks([answer.rank for answer in group])} {how}, {'event' if len(group) == 1 else 'events'} {seqs}"
-        )
-    return "; ".join(told)
+def _not_found(facts: FailedLoads, first: _Failed) -> FailedLoads:
+    """Return what is known of a key that was not found although the lookup had a hit."""
+    if first.looked_up is None or first.call is None:
+        return facts
+    # By the scheduler's clock, the latest moment at which the call can have begun: it may have heard of it late. By
+    # the wall clocks, when it began, if nobody has set them.
+    latest_ns = max(first.failure.mono_ns - first.call.duration_ns - first.looked_up.mono_ns, 0)
+    wall_ns = first.call.ts_ns - first.call.duration_ns - first.looked_up.ts_ns
+    if min(latest_ns, wall_ns) >= STORE_LEASE_S * 1e9:
+        return Evicted(**_fields(facts), after_ns=min(latest_ns, wall_ns))
+    if first.put is not None:
+        return LostPut(**_fields(facts), put=first.put.finished, after_ns=latest_ns)
+    return NotFound(**_fields(facts), after_ns=latest_ns)
 
 
-def _impact(became: dict[str, int], number: int, request: str, unfinished: int) -> tuple[str, ...]:
-    """Return what became of the requests of `number` failures, as far as it is known; `request` is the first."""
-    one = f"request {request}" if request else "its request"
-    who = {1: f"{one} was", 2: "both were"}.get(number, f"all {number:,} were")
-    if became == {"recomputed": number}:
-        if unfinished:
-            left = "" if number == 1 else f"{unfinished:,} of them "
-            return (f"{who} sent back to be recomputed, and {left}had not ended when the log did",)
-        return (f"no request failed: {who} recomputed, which costs time only",)
-    if number == 1 and became:
-        action = next(iter(became))
-        how = {"failed": "ended with an error", "gone": "had ended before", "aborted": "was aborted"}
-        return (f"{one} {how.get(action, action)}",)
-    said = {
-        "recomputed": "recomputed",
-        "failed": "ended with an error",
-        "gone": "had ended before",
-        "aborted": "aborted",
-    }
-    told = [f"{became[each]:,} {word}" for each, word in said.items() if each in became]
-    unknown = number - sum(became.get(each, 0) for each in said)
-    told += [f"of {unknown:,} it is not known"] if unknown else []
-    if unknown == number:
-        return (f"what became of {one if number == 1 else 'their requests'} is not in this log",)
-    return (f"of the requests of {words.plural(number, 'failed load')}: {', '.join(told)}",)
+def _fields(facts: FailedLoads) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in FailedLoads.__struct_fields__}
 
 
 def _is_failure(event: ev.Event) -> bool:
     return isinstance(event, ev.PeerSettled | ev.TransferFinished) and event.outcome != "ok"
-
-
-def _action(code: str) -> str:
-    """Return what the table of codes says is to be done."""
-    known = next((row for row in codes.CODES.values() if row.code == code), codes.CODES[codes.KVCacheErrorCode.UNKNOWN])
-    return known.action
-
-
-def _at(event: ev.Event) -> str:
-    return f"{words.clock(event.ts_ns)} UTC"

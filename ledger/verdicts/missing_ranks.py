@@ -10,25 +10,71 @@ from collections.abc import Iterable
 from typing import ClassVar, TypeAlias
 
 from ledger import events as ev
-from ledger import words
 from ledger.blocks import from_ranges
-from ledger.verdicts.base import Certainty, Finding, Verdict, listed
+from ledger.verdicts.base import Certainty, Doubt, Facts, Finding, Kind, Role, Verdict, listed
 from ledger.verdicts.history import End, History
-from ledger.verdicts.shared.sample import Alike
-from ledger.verdicts.shared.waits import Wait, certainty, describe, evidence, lost_answers, never_answered, waits
+from ledger.verdicts.shared.sample import Sample
+from ledger.verdicts.shared.waits import (
+    Wait,
+    Waiting,
+    certainty,
+    evidence,
+    lost_answers,
+    never_answered,
+    waiting,
+    waits,
+)
 
 Unanswered: TypeAlias = tuple[ev.LoadSettled, str]
 """A load that was counted as finished although ranks had not answered, and its request, empty if that is not known."""
+
+MISSING_RANKS = Kind("missing_ranks", Role.CAUSE | Role.LASTS | Role.HANGS)
+
+
+class NeverAnswered(Facts, frozen=True, kw_only=True):
+    """Several jobs and loads wait for the same ranks, which never answered anything.
+
+    Attributes:
+        first: one of them of which the log shows all, if there is one.
+        answered: the ranks that did answer something.
+    """
+
+    first: Waiting
+    answered: tuple[int, ...]
+
+
+class CountedWithout(Facts, frozen=True, kw_only=True):
+    """Loads that were counted as finished although ranks had not answered.
+
+    Attributes:
+        load: the first of them.
+        times: how many there are.
+        answered_other: the ranks answered other work.
+    """
+
+    load: int
+    times: int
+    answered_other: bool
+
+
+class AnsweredOther(Doubt, frozen=True, kw_only=True):
+    """The ranks answered other work, so this answer may only have been late."""
+
+    ranks: tuple[int, ...]
+
+
+class OneLoadOnly(Doubt, frozen=True, kw_only=True):
+    """It happened once, so the answer may only have been late."""
 
 
 class MissingRanks(Verdict):
     """Ranks that never answer."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("missing_ranks",)
+    kinds: ClassVar[tuple[Kind, ...]] = (MISSING_RANKS,)
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self._unanswered: dict[tuple[int, ...], Alike[Unanswered]] = {}
+        self._unanswered: dict[tuple[int, ...], Sample[Unanswered]] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
         """Note a load that vLLM counted as finished while ranks had not answered."""
@@ -36,7 +82,7 @@ class MissingRanks(Verdict):
             return
         planned = self.history.loads[event.load][:1]
         request = planned[0].request if planned and isinstance(planned[0], ev.LoadPlanned) else ""
-        self._unanswered.setdefault(tuple(from_ranges(event.missing)), Alike()).add((event, request))
+        self._unanswered.setdefault(tuple(from_ranges(event.missing)), Sample()).add((event, request))
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each set of ranks."""
@@ -50,73 +96,47 @@ class MissingRanks(Verdict):
             yield self._counted_without(ranks, unanswered)
 
     def _never_answer(self, ranks: tuple[int, ...], group: list[Wait], end: End) -> Finding:
-        seen = [wait for wait in group if not wait.blind]
+        seen = [wait for wait in group if wait.blind is None]
         first = seen[0] if seen else group[0]
         certain, doubt = certainty(end, seen if len(seen) > 1 else group)
-        jobs = [wait.number for wait in group if wait.what == "job"]
-        loads = [wait.number for wait in group if wait.what == "load"]
-        what = " and ".join(
-            part
-            for part in (
-                words.plural(len(jobs), "store job") if jobs else "",
-                words.plural(len(loads), "load") if loads else "",
-            )
-            if part
-        )
-        verb = "waits" if len(group) == 1 else "wait"
-        others = sorted(self.history.answered)
         shown = [*evidence(first), *(event for wait in group[1:3] for event in wait.chain[:1])]
         return Finding(
-            kind="missing_ranks",
+            of=MISSING_RANKS,
             certainty=certain,
-            title=f"no answer of {words.ranks(ranks)} is in this log: {what} {verb} for the same ranks",
+            facts=NeverAnswered(first=waiting(self.history, first), answered=tuple(sorted(self.history.answered))),
             since_seq=first.since_seq,
             requests=tuple(dict.fromkeys(wait.request for wait in group)),
-            jobs=tuple(jobs),
+            jobs=tuple(wait.number for wait in group if wait.what == "job"),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=ranks,
-            culprit=(
-                f"systematic: {words.ranks(others) + ' answered' if others else 'no rank answered anything'}; "
-                f"{describe(first.missing[0], first.name)}"
-            ),
-            advice=(
-                "Compare the ranks that the scheduler expects with those that run, and see whether every worker runs "
-                "the same connector and sends its reports: this is no accident of one transfer."
-            ),
             lead_seq=first.since_seq,
             doubt=doubt,
             chain=tuple(shown),
-            loads=tuple(loads),
-            inferred="" if doubt else "why: the ranks may not run, not report, or not exist",
+            loads=tuple(wait.number for wait in group if wait.what == "load"),
         )
 
-    def _counted_without(self, ranks: tuple[int, ...], unanswered: Alike[Unanswered]) -> Finding:
-        first, count = unanswered.kept[0][0], unanswered.number
-        names, lost = words.ranks(ranks), lost_answers(self.history)
-        more = f" and {words.plural(count - 1, 'more load')}" if count > 1 else ""
-        often = "once" if count == 1 else f"{count:,} times"
-        certain: Certainty = "suspected"
-        if any(rank in self.history.answered for rank in ranks):
-            seen = f"{names} answered other work"
-            doubt = f"{seen}, so the answer may only have been late"
-        else:
-            seen = f"no answer of {names} is in this log"
-            doubt = "it is one load only, so the answer may only have been late"
-            if lost:
-                certain, doubt = "undecidable", lost
-            elif count > 1:
-                certain, doubt, often = "proven", "", "systematic"
+    def _counted_without(self, ranks: tuple[int, ...], unanswered: Sample[Unanswered]) -> Finding:
+        first = unanswered.kept[0][0]
+        answered_other = any(rank in self.history.answered for rank in ranks)
+        certain, doubt = self._certainty(ranks, unanswered.number, answered_other=answered_other)
         return Finding(
-            kind="missing_ranks",
+            of=MISSING_RANKS,
             certainty=certain,
-            title=f"load {first.load}{more} counted as finished although {names} had not answered",
+            facts=CountedWithout(load=first.load, times=unanswered.number, answered_other=answered_other),
             since_seq=first.seq,
             requests=tuple(dict.fromkeys(request for _, request in unanswered.kept if request)),
             ranks=ranks,
-            culprit=f"{often}: {seen}",
-            advice="Its blocks may be written after they were given away; look at the worker logs of these ranks.",
             lead_seq=first.seq,
             doubt=doubt,
             chain=tuple(event for event, _ in unanswered.kept[:10]),
             loads=tuple(event.load for event, _ in unanswered.kept),
         )
+
+    def _certainty(self, ranks: tuple[int, ...], times: int, *, answered_other: bool) -> tuple[Certainty, Doubt | None]:
+        """Return how certain it is that the ranks did not answer loads that were counted, and if not, why."""
+        if answered_other:
+            return "suspected", AnsweredOther(ranks=ranks)
+        lost = lost_answers(self.history)
+        if lost is not None:
+            return "undecidable", lost
+        return ("proven", None) if times > 1 else ("suspected", OneLoadOnly())

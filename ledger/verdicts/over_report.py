@@ -12,19 +12,20 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.errors import Refused
-from ledger.verdicts.base import Finding
+from ledger.rules import Breach
+from ledger.verdicts.base import Finding, Kind, Role
 from ledger.verdicts.history import End, History
-from ledger.verdicts.shared.ends import DOWN, is_down
-from ledger.verdicts.shared.rules import Broken, RuleVerdict
-from ledger.verdicts.shared.sample import KEPT, Alike
+from ledger.verdicts.shared.rules import Broken, RuleBroken, RuleVerdict
+from ledger.verdicts.shared.sample import KEPT, Sample
 from ledger.verdicts.shared.stale import RULES, Reading, any_owed, older_jobs, whose
 
 K = TypeVar("K")
 
 KEPT_OPEN = 1000
 """Jobs and ranks of which a report may be that of an older job. Further reports are judged as those of the last one."""
+
+OVER_REPORT = Kind(Breach.OVER_REPORT.value, Role.CAUSE | Role.MISCOUNTS)
 
 
 class _Open(msgspec.Struct):
@@ -38,28 +39,22 @@ class _Open(msgspec.Struct):
 
     report: ev.RankCompleted
     older: tuple[int, ...]
-    rules: dict[str, Alike[Broken]] = {}
+    rules: dict[str, Sample[Broken]] = {}
+
+
+class ReportedTooMuch(RuleBroken, frozen=True, kw_only=True):
+    """A rank reported more than it owes."""
 
 
 class OverReport(RuleVerdict):
     """Reports beyond what was expected."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("over_report",)
-    lead: ClassVar[str] = "a report too many{}: "
-    advice: ClassVar[str] = (
-        "Look at the worker log of that rank at {}: which job did it really finish? Another one may still wait for "
-        "this report."
-    )
+    kinds: ClassVar[tuple[Kind, ...]] = (OVER_REPORT,)
+    facts: ClassVar[type[RuleBroken]] = ReportedTooMuch
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
         self._open: dict[tuple[int, int], _Open] = {}
-
-    def advise(self, first: Broken, end: End) -> str:
-        """Return what to do next."""
-        safe = DOWN if is_down(end) else "The blocks stay pinned, which is safe; do not free them by hand."
-        held = f" {safe}" if first.blocks else ""
-        return f"{self.advice.format(words.clock(first.event.ts_ns) + ' UTC')}{held}"
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take what the book refused; what may be the report of an older job waits until it is known whose it was."""
@@ -80,21 +75,21 @@ class OverReport(RuleVerdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each rule, and one for each reason why it is not known whose reports they were."""
         rules = {rule: alike.copy() for rule, alike in self.rules.items()}
-        doubtful: dict[tuple[str, Reading], Alike[Broken]] = {}
+        doubtful: dict[tuple[str, Reading], Sample[Broken]] = {}
         for opened in self._open.values():
             reading = whose(self.history, end, opened.report, opened.older)
             if reading.owed is not None:
                 continue
             for rule, alike in opened.rules.items():
-                if reading.doubt:
+                if reading.doubt is not None:
                     _merge(doubtful, (rule, reading), alike)
                 else:
                     _merge(rules, rule, alike)
         for alike in rules.values():
-            yield self.finding(alike, end)
+            yield self.finding(alike)
         for (_, reading), alike in doubtful.items():
-            found = self.finding(alike, end)
-            if not found.doubt:
+            found = self.finding(alike)
+            if found.doubt is None:
                 found = msgspec.structs.replace(found, certainty=reading.certainty, doubt=reading.doubt)
             yield found
 
@@ -106,8 +101,8 @@ class OverReport(RuleVerdict):
                     _merge(self.rules, rule, alike)
 
 
-def _merge(into: dict[K, Alike[Broken]], key: K, more: Alike[Broken]) -> None:
+def _merge(into: dict[K, Sample[Broken]], key: K, more: Sample[Broken]) -> None:
     """Add broken rules to those of a key, which may have been broken before or after them."""
-    known = into.setdefault(key, Alike())
+    known = into.setdefault(key, Sample())
     known.kept = sorted((*known.kept, *more.kept), key=lambda broken: broken.event.seq)[:KEPT]
     known.number += more.number

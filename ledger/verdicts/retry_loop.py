@@ -10,8 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from ledger import events as ev
-from ledger import words
-from ledger.verdicts.base import Finding, Verdict
+from ledger.verdicts.base import Facts, Finding, Kind, Role, Verdict
 from ledger.verdicts.history import End, History
 
 ROUNDS = 3
@@ -19,6 +18,26 @@ ROUNDS = 3
 
 KEPT_LOOPS = 200
 """Requests that went round and are kept; the rest is only counted."""
+
+RETRY_LOOP = Kind("retry_loop", Role.RECURS)
+
+
+class Rounds(Facts, frozen=True, kw_only=True):
+    """Requests that were promised the same hit again and again.
+
+    Attributes:
+        request: the first of them, of which the rest is said.
+        requests: how many there are.
+        tokens: tokens of the hit.
+        rounds: how often it was promised, and its load failed.
+        code: the stable code of the last failure; empty if none is recorded.
+    """
+
+    request: str
+    requests: int
+    tokens: int
+    rounds: int
+    code: str
 
 
 class _Rounds(msgspec.Struct):
@@ -31,7 +50,7 @@ class _Rounds(msgspec.Struct):
 class RetryLoop(Verdict):
     """Requests that fail the same load again and again."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("retry_loop",)
+    kinds: ClassVar[tuple[Kind, ...]] = (RETRY_LOOP,)
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
@@ -75,24 +94,20 @@ class RetryLoop(Verdict):
             return
         requests = list(self._loops)
         first = self._loops[requests[0]]
-        more = f" and {words.plural(self._number - 1, 'more request')}" if self._number > 1 else ""
-        who = "the request got" if self._number == 1 else f"{self._number:,} requests got"
         yield Finding(
-            kind="retry_loop",
+            of=RETRY_LOOP,
             certainty="proven",
-            title=(
-                f"request {requests[0]}{more} was promised the same {words.plural(first.hit_tokens, 'token')} "
-                f"{first.number} times, and the load failed each time{f' with {first.code}' if first.code else ''}"
+            facts=Rounds(
+                request=requests[0],
+                requests=self._number,
+                tokens=first.hit_tokens,
+                rounds=first.number,
+                code=first.code,
             ),
             since_seq=first.chain[0].seq,
             requests=tuple(requests),
             code=first.code or None,
-            culprit="the lookup, which promises keys that cannot be loaded",
-            shown="each lookup had the hit, and each load of it failed",
-            inferred="why the loads fail; the failed loads that are told with this one say what is known",
-            advice="Set load_max_cycles above 0, so that such a request is computed; then see why the load fails.",
             lead_seq=first.chain[0].seq,
-            impact=(f"{who} nowhere for {first.number} rounds",),
             chain=tuple(first.chain),
             loads=tuple(event.load for event in first.chain if isinstance(event, ev.LoadPlanned)),
         )

@@ -12,16 +12,17 @@ that report comes, it was another report that was too many: an `over_report`, or
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.errors import Refused
-from ledger.verdicts.base import Finding
+from ledger.rules import Breach
+from ledger.state.invariants import JOB_ALREADY_SETTLED, RANK_REPORTED_TWICE, UNEXPECTED_RANK
+from ledger.verdicts.base import Facts, Finding, Kind, Miscounted, Role
 from ledger.verdicts.history import End, History
-from ledger.verdicts.shared.rules import RuleVerdict
+from ledger.verdicts.shared.rules import RuleBroken, RuleVerdict
 from ledger.verdicts.shared.stale import RULES, Owed, Reading, any_owed, older_jobs, owed_by, whose
 from ledger.verdicts.shared.waits import with_events
 
@@ -34,6 +35,43 @@ KEPT_CANDIDATES = 1000
 Work: TypeAlias = tuple[int, int]
 """A job, and a rank of it."""
 
+ShownBy: TypeAlias = Literal["twice", "again", "not_owed", "before_its_call"]
+"""What shows that a report was not that of its own job: the rank reported the job twice, or again when it was over, or
+without being asked; or the job was counted as done on the rank before its own call began or ended there."""
+
+HOW: dict[str, ShownBy] = {
+    RANK_REPORTED_TWICE.name: "twice",
+    JOB_ALREADY_SETTLED.name: "again",
+    UNEXPECTED_RANK.name: "not_owed",
+}
+"""What it shows that a rule was broken, by the rule's name."""
+
+STALE_COMPLETION = Kind(Breach.STALE_COMPLETION.value, Role.CAUSE | Role.MISCOUNTS)
+
+
+class CountedForOther(Facts, frozen=True, kw_only=True):
+    """The report of a job was counted for a younger one of the same request.
+
+    Attributes:
+        request, generation: those of the older job.
+        report_of: the older job, whose report it was.
+        counted_for: the younger job.
+        shown_by: what shows it.
+        call: for `before_its_call`, the event of the younger job's call that came after its report.
+    """
+
+    request: str
+    generation: int
+    report_of: int
+    counted_for: int
+    rank: int
+    shown_by: ShownBy
+    call: ev.TransferStarted | ev.TransferFinished | None
+
+
+class UnknownJob(RuleBroken, frozen=True, kw_only=True):
+    """A report names a job or load that the log does not know."""
+
 
 class _Suspect(msgspec.Struct):
     """A report that may be that of an older job.
@@ -41,7 +79,8 @@ class _Suspect(msgspec.Struct):
     Attributes:
         report: the report that is judged: the first that the book refused, if it refused one.
         older: the older jobs of which it may be.
-        how: what shows it, in words.
+        how: what shows it.
+        call: the call of the younger job that came after its report, if that shows it.
         shown_by: the events that show it, the earliest first.
         around: what happened to the younger job and to the request before.
         is_refused: whether the book refused that report.
@@ -49,7 +88,8 @@ class _Suspect(msgspec.Struct):
 
     report: ev.RankCompleted
     older: tuple[int, ...]
-    how: str
+    how: ShownBy
+    call: ev.TransferStarted | ev.TransferFinished | None
     shown_by: list[ev.Event]
     around: list[ev.Event]
     is_refused: bool
@@ -58,11 +98,8 @@ class _Suspect(msgspec.Struct):
 class StaleCompletion(RuleVerdict):
     """Reports that belong to another job."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("stale_completion",)
-    advice: ClassVar[str] = (
-        "The report names a job that this log does not know. See whether a worker outlived a restart of the engine, "
-        "and whether all ranks run the same connector."
-    )
+    kinds: ClassVar[tuple[Kind, ...]] = (STALE_COMPLETION,)
+    facts: ClassVar[type[RuleBroken]] = UnknownJob
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
@@ -115,12 +152,7 @@ class StaleCompletion(RuleVerdict):
                 if isinstance(each, ev.RankCompleted) and each.rank == rank
             ]
             first = [self._candidates.pop(work)[0]] if work in self._candidates else accepted[:1]
-            how = {
-                "rank_reported_twice": f"rank {rank} reported job {job} twice",
-                "job_already_settled": f"rank {rank} reported job {job} again when it was over",
-                "unexpected_rank": f"rank {rank} reported job {job}, which expects nothing of it",
-            }[refusal.rule]
-            self._suspect(work, older, [*first, event], event, how, is_refused=True)
+            self._suspect(work, older, [*first, event], event, HOW[refusal.rule])
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each report that was given to the wrong job, and for jobs that nobody knows."""
@@ -151,10 +183,8 @@ class StaleCompletion(RuleVerdict):
             del self._candidates[event.job, event.rank]
         elif event.ts_ns > completed.ts_ns and event.step > completed.step:
             del self._candidates[event.job, event.rank]
-            verb = "began" if isinstance(event, ev.TransferStarted) else "ended"
-            how = f"job {event.job} was counted as done on rank {event.rank} before its own {event.op} {verb}"
             work = event.job, event.rank
-            self._suspect(work, (owed.job,), [completed, event], completed, how, is_refused=False)
+            self._suspect(work, (owed.job,), [completed, event], completed, "before_its_call", event)
         elif isinstance(event, ev.TransferFinished):
             del self._candidates[event.job, event.rank]
 
@@ -164,9 +194,8 @@ class StaleCompletion(RuleVerdict):
         older: tuple[int, ...],
         shown_by: list[ev.Event],
         report: ev.RankCompleted,
-        how: str,
-        *,
-        is_refused: bool,
+        how: ShownBy,
+        call: ev.TransferStarted | ev.TransferFinished | None = None,
     ) -> None:
         """Note that a report of `work` may be that of an older job, with what is known of both jobs now."""
         self._forget()
@@ -183,7 +212,7 @@ class StaleCompletion(RuleVerdict):
         ]
         settled = [each for each in younger if isinstance(each, ev.JobSettled)]
         around = [*preempted, *younger[:1], *settled]
-        self._suspects[work] = _Suspect(report, older, how, shown_by, around, is_refused)
+        self._suspects[work] = _Suspect(report, older, how, call, shown_by, around, is_refused=call is None)
 
     def _finding(self, work: Work, suspect: _Suspect, owed: Owed, reading: Reading) -> Finding:
         job, rank = work
@@ -193,26 +222,27 @@ class StaleCompletion(RuleVerdict):
         around = [each for each in suspect.around if not isinstance(each, ev.RequestPreempted)]
         events = [owed.registered, *preempted[:1], owed.ended, *around, *suspect.shown_by]
         since = suspect.shown_by[0]
-        request = words.request(owed.request, owed.generation)
         proven = reading.certainty == "proven"
         return Finding(
-            kind="stale_completion",
+            of=STALE_COMPLETION,
             certainty=reading.certainty,
-            title=f"the report of store job {owed.job} of {request} was counted for job {job}: {suspect.how}",
             since_seq=since.seq,
             requests=(owed.request,),
             jobs=(owed.job, job),
             ranks=(rank,),
-            culprit=(
-                f"concluded: reports are not kept by job: that of job {owed.job} came late and was given to job {job}"
-            ),
-            advice="Use a connector that keeps reports by job id, not by request: vLLM 0.32 does (store_job_id).",
-            doubt=reading.doubt,
-            facts={"miscounted": {"rank": rank, "report_of": owed.job, "counted_for": job, "seq": since.seq}}
-            if proven
-            else {},
             lead_seq=since.seq,
             chain=with_events((), events)[:KEPT_CHAIN],
+            miscounted=Miscounted(rank, owed.job, job, since.seq) if proven else None,
+            doubt=reading.doubt,
+            facts=CountedForOther(
+                request=owed.request,
+                generation=owed.generation,
+                report_of=owed.job,
+                counted_for=job,
+                rank=rank,
+                shown_by=suspect.how,
+                call=suspect.call,
+            ),
         )
 
 

@@ -12,38 +12,103 @@ and no finding.
 from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
+import msgspec
+
 from ledger import events as ev
-from ledger import words
-from ledger.verdicts.base import Finding, Verdict, listed
+from ledger.verdicts.base import Doubt, Facts, Finding, Kind, Role, Verdict, listed
 from ledger.verdicts.history import End, History
-from ledger.verdicts.shared.ends import DOWN, is_down, is_hard
 from ledger.verdicts.shared.waits import (
     STALL_SUSPECT_S,
+    Ended,
     Wait,
+    Waiting,
     blocked_requests,
     certainty,
-    describe,
-    ended_request,
     evidence,
     last_events,
-    likewise,
+    longest_wait_ns,
     never_answered,
-    waiting_behind,
+    request_end,
+    waiting,
     waits,
     with_events,
 )
 
 KEPT_IGNORED = 200
 
-OTHER_LOG = (
-    "Replay the prefill engine's log together with this one: it shows whether it was asked, and whether it sent."
-)
+KEPT_FATES = 3
+"""Waiting requests of which the facts say what became of them."""
+
+STALL = Kind("stall", Role.SYMPTOM | Role.LASTS | Role.HANGS)
+
+
+class Pinned(msgspec.Struct, frozen=True, kw_only=True):
+    """What all open store jobs hold.
+
+    Attributes:
+        jobs: how many are open.
+        blocks: how many blocks they pin.
+        pool: how many blocks the engine has; 0 if the log does not say.
+    """
+
+    jobs: int
+    blocks: int
+    pool: int
+
+
+class Fate(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request whose load or recv is open.
+
+    Attributes:
+        ended: how it ended meanwhile; None if it still waits.
+        open_ns: for how long it has waited, in nanoseconds.
+    """
+
+    request: str
+    ended: Ended | None
+    open_ns: int
+
+
+class NoAnswer(Facts, frozen=True, kw_only=True):
+    """Loads, recvs or jobs that wait for an answer, all for the same ranks.
+
+    Attributes:
+        first: the oldest of them.
+        waits: how many there are.
+        late: the answer to the oldest that came too late and was ignored, if there was one.
+        behind: jobs that are not among them and wait for the same ranks.
+        pinned: what store jobs hold; None where no job waits.
+        fates: what became of the first requests that waited for a load or recv.
+        longest_wait_ns: for how long the first of the requests that suffer has waited to run, in nanoseconds.
+    """
+
+    first: Waiting
+    waits: int
+    late: ev.ReportIgnored | None
+    behind: tuple[int, ...]
+    pinned: Pinned | None
+    fates: tuple[Fate, ...]
+    longest_wait_ns: int
+
+
+class NothingRuns(Facts, frozen=True, kw_only=True):
+    """Requests wait, nothing is open and nothing runs.
+
+    Attributes:
+        still_ns: for how long nothing has moved, in nanoseconds.
+    """
+
+    still_ns: int
+
+
+class SchedulerUnseen(Doubt, frozen=True, kw_only=True):
+    """A log of the connector does not show what else the scheduler waits for."""
 
 
 class Stall(Verdict):
     """Loads, recvs and jobs that wait for a rank or a peer, and an engine that waits for nothing."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("stall",)
+    kinds: ClassVar[tuple[Kind, ...]] = (STALL,)
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
@@ -78,15 +143,20 @@ class Stall(Verdict):
         ]
         holding = [*dict.fromkeys(wait.request for wait in group)]
         blocked = {name: each for name, each in blocked_requests(self.history, end).items() if name not in holding}
-        told = self._told(first)
-        if behind and first.doing("in_call"):
-            told.append(f"jobs behind the same call: {words.listed(behind)}")
-        told += [self._held(opened)] if first.what == "job" else []
         calls = [view.last.seq for view in first.doing("in_call", "ended") if view.last is not None]
+        late = self._ignored.get(first.transfer or first.name)
         return Finding(
-            kind="stall",
+            of=STALL,
             certainty=certain,
-            title=self._title(first, doubtful=bool(doubt) and not first.blind) + likewise(len(group) - 1, first.what),
+            facts=NoAnswer(
+                first=waiting(self.history, first),
+                waits=len(group),
+                late=late if late is not None and late.rank in first.ranks else None,
+                behind=tuple(behind),
+                pinned=self._pinned(opened) if first.what == "job" else None,
+                fates=self._fates(group),
+                longest_wait_ns=longest_wait_ns(blocked),
+            ),
             since_seq=first.since_seq,
             requests=(*holding, *blocked),
             suffering=tuple(blocked),
@@ -94,100 +164,38 @@ class Stall(Verdict):
             jobs=(*(wait.number for wait in group if wait.what == "job"), *behind),
             blocks=listed(tuple(part for wait in group for part in wait.blocks)),
             ranks=first.ranks,
-            culprit="; ".join(told),
-            advice=self._advice(first, end),
-            other_log=OTHER_LOG if first.what == "recv" else "",
-            impact=(*self._impact(group), *waiting_behind(blocked)),
             lead_seq=min(calls, default=first.since_seq),
             doubt=doubt,
-            shown=self._shown(first, end) if doubt else "",
             chain=with_events(
                 evidence(first),
                 [*self._ends_of(group), *last_events(blocked)],
             ),
-            facts={"transfers": [wait.transfer for wait in group if wait.transfer]},
+            transfers=tuple(wait.transfer for wait in group if wait.transfer),
         )
 
     def _ends_of(self, group: list[Wait]) -> list[ev.Event]:
         """Return how the requests ended whose waits go on, and the answers that came and were not taken."""
-        ends = [ended[0] for wait in group if (ended := ended_request(self.history, wait)) is not None]
+        ends = [ended.event for wait in group if (ended := request_end(self.history, wait)) is not None]
         ignored = [event for wait in group if (event := self._ignored.get(wait.transfer or wait.name)) is not None]
         return [*ends[:4], *ignored[:4]]
 
-    def _impact(self, group: list[Wait]) -> Iterable[str]:
-        """Yield what became of the requests that waited."""
+    def _fates(self, group: list[Wait]) -> tuple[Fate, ...]:
+        """Return what became of the first requests that waited; a job keeps none waiting."""
         if group[0].what == "job":
-            return
-        for wait in group[:3]:
-            ended = ended_request(self.history, wait)
-            if ended is not None:
-                yield f"request {wait.request} {ended[1]} without its KV"
-            elif wait.request in self.state.book.requests:
-                yield f"request {wait.request} hangs: it has waited for {words.span(wait.open_ns)}"
-        if len(group) > 3:
-            yield f"{words.plural(len(group) - 3, 'more request')} likewise"
+            return ()
+        fates = [
+            Fate(request=wait.request, ended=request_end(self.history, wait), open_ns=wait.open_ns)
+            for wait in group[:KEPT_FATES]
+        ]
+        return tuple(fate for fate in fates if fate.ended is not None or fate.request in self.state.book.requests)
 
-    def _title(self, first: Wait, *, doubtful: bool) -> str:
-        request, name = words.request(first.request, first.generation), first.name
-        open_for = f"has been open for {words.span(first.open_ns)}"
-        if first.what == "job":
-            title = f"{name} of {request} {'may hang: it ' if doubtful else ''}{open_for}"
-        elif (ended := ended_request(self.history, first)) is not None:
-            title = f"{name} of {request} {open_for}; the request {ended[1]}"
-        else:
-            title = f"{request} waits for remote KV: {name} {open_for}"
-        if not first.begun:
-            return f"{title}, and that it was given to the workers is not in this log"
-        if not first.missing:
-            return f"{title}, although everyone has answered"
-        late = self._ignored.get(first.transfer or first.name)
-        if late is not None and late.rank in first.ranks:
-            return f"{title}; the answer of rank {late.rank} came late, at event {late.seq}, and was ignored"
-        return f"{title}; no answer of {words.ranks(first.ranks)} is in this log"
-
-    @staticmethod
-    def _shown(first: Wait, end: End) -> str:
-        return f"{first.name} is open since event {first.since_seq}, and still was at event {end.last.seq}"
-
-    def _held(self, opened: list[Wait]) -> str:
-        jobs = [wait for wait in opened if wait.what == "job"]
-        pinned = self.state.pinned_blocks()
-        pool = (
-            f" of {self.history.opened.num_blocks - 1:,}"
-            if self.history.opened and self.history.opened.num_blocks
-            else ""
+    def _pinned(self, opened: list[Wait]) -> Pinned:
+        log = self.history.opened
+        return Pinned(
+            jobs=sum(wait.what == "job" for wait in opened),
+            blocks=self.state.pinned_blocks(),
+            pool=log.num_blocks - 1 if log is not None and log.num_blocks else 0,
         )
-        return f"{words.plural(len(jobs), 'open job pins', 'open jobs pin')} {pinned:,}{pool} blocks"
-
-    @staticmethod
-    def _told(first: Wait) -> list[str]:
-        if not first.begun:
-            return ["the scheduler planned the load and did not give it to the workers"]
-        if not first.missing:
-            return ["the scheduler, which did not end the wait"]
-        return [describe(view, first.name.removeprefix("store ")) for view in first.missing]
-
-    @staticmethod
-    def _advice(first: Wait, end: End) -> str:
-        ranks = words.ranks(first.ranks) if first.ranks else ""
-        if not first.begun:
-            return (
-                f"Look at the engine's log at event {first.since_seq}: the load was planned in a step that did not run."
-            )
-        if first.what == "recv":
-            return "Look at the bootstrap server and at the network between the two engines."
-        if first.doing("in_call"):
-            stack = f"a stack of the worker of {ranks} (py-spy dump)"
-            store = (
-                "see the store's master and the hosts of its segments: a call that hangs often waits for a peer that "
-                "is gone."
-            )
-            if is_down(end):
-                return f"{DOWN} If it happens again, take {stack} while the call hangs. Now {store}"
-            if is_hard(end):
-                return f"See first whether the engine still runs; if so, take {stack}. Then {store}"
-            return f"Take {stack}. Then {store} The blocks come back only with the answer, or with a restart."
-        return f"Look at the worker log of {ranks} at that time: its answer did not reach the scheduler."
 
     def _scheduler(self, end: End) -> Iterable[Finding]:
         book = self.state.book
@@ -202,30 +210,13 @@ class Stall(Verdict):
         oldest = min(newest, key=lambda name: newest[name].seq)
         still_ns = end.now_mono_ns - max(event.mono_ns for event in newest.values())
         yield Finding(
-            kind="stall",
+            of=STALL,
             certainty="suspected",
-            title=(
-                f"{words.plural(len(newest), 'request waits', 'requests wait')}, nothing runs, and no job, load, "
-                "transfer "
-                f"or pin is open: the scheduler itself has not gone on for {words.span(still_ns)}"
-            ),
+            facts=NothingRuns(still_ns=still_ns),
             since_seq=newest[oldest].seq,
             requests=tuple(newest),
             suffering=tuple(newest),
-            impact=(
-                f"{words.plural(len(newest), 'request hangs', 'requests hang')}, for {words.span(still_ns)} by then",
-            ),
-            culprit=(
-                "the engine's scheduler, or a lookup that nobody answers; the connector holds nothing else that it "
-                "could wait for"
-            ),
-            advice=(
-                "If it happens again, take a stack of the engine process (py-spy dump) while it hangs: is it paused, "
-                "asleep, or out of blocks?"
-            )
-            if is_down(end)
-            else "Take a stack of the engine process (py-spy dump): is it paused, asleep, or out of blocks?",
             lead_seq=newest[oldest].seq,
-            doubt="a log of the connector does not show what else the scheduler waits for; a stack of the engine would",
+            doubt=SchedulerUnseen(),
             chain=tuple(chains[oldest][-6:]),
         )

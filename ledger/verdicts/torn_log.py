@@ -11,99 +11,109 @@ from collections import deque
 from collections.abc import Iterable
 from typing import ClassVar
 
+import msgspec
+
 from ledger import events as ev
-from ledger import words
 from ledger.errors import Refused
-from ledger.verdicts.base import Finding, Verdict
+from ledger.rules import Breach
+from ledger.state.invariants import breach_of
+from ledger.verdicts.base import Facts, Finding, Kind, Role, Verdict
 from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.ends import is_hard, is_near
-from ledger.verdicts.shared.rules import kind_of_rule
 
 FLUSH_INTERVAL_MS = 50
 """The engine's own default of `flush_interval_ms`."""
 
-TORN_ENDS = (
-    "the process ended hard, or its disk took nothing at the end, or this copy lacks the end (its -wal was cut or not "
-    "copied); the log alone does not tell which"
-)
-"""All that a missing `log_closed` leaves open."""
-
-CLOSED_ADVICE = "See the engine's own log at that time for the error."
+TORN_LOG = Kind("torn_log", Role.ENDS_LOG)
 
 
-ALSO = "See the engine's own log from {} UTC on for why this log ends."
-"""What is to be done as well; the finding of a late result just before the end says it itself."""
+class LastWord(msgspec.Struct, frozen=True):
+    """The last thing of note before the end, close enough for the engine to have died of it.
+
+    Attributes:
+        refusal: what the book said if it refused the event; empty if it did not.
+        is_late: it is a result that came too late, which has a finding of its own.
+    """
+
+    event: ev.Event
+    refusal: str
+    is_late: bool
+
+
+class NoLogClosed(Facts, frozen=True, kw_only=True):
+    """The log has no `log_closed`.
+
+    Attributes:
+        engine: the engine's name; empty if the log does not say.
+        last: the last event.
+        last_word: what came just before it; None if nothing of note did.
+        flush_ms: the engine's own flush interval, in milliseconds.
+    """
+
+    engine: str
+    last: ev.Event
+    last_word: LastWord | None
+    flush_ms: float
+
+
+class ClosedByError(Facts, frozen=True, kw_only=True):
+    """The engine closed the log because of an error.
+
+    Attributes:
+        engine: the engine's name; empty if the log does not say.
+        last: the last event.
+        last_word: what came just before it; None if nothing of note did.
+        exception: the type of the error; empty if none was recorded.
+    """
+
+    engine: str
+    last: ev.Event
+    last_word: LastWord | None
+    exception: str
 
 
 class TornLog(Verdict):
     """Logs that stop, and engines that died."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("torn_log",)
+    kinds: ClassVar[tuple[Kind, ...]] = (TORN_LOG,)
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self._telling: deque[tuple[ev.Event, str, bool]] = deque(maxlen=6)
+        self._notables: deque[LastWord] = deque(maxlen=6)
 
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Remember what broke the books last."""
-        is_late = kind_of_rule(refusal.rule, is_report=True) == "late_event"
-        self._telling.append((event, refusal.detail, is_late))
+        is_late = breach_of(refusal.rule, is_report=True) is Breach.LATE_EVENT
+        self._notables.append(LastWord(event, refusal.detail, is_late))
 
     def _notable(self, event: ev.InvariantViolated | ev.ReportIgnored | ev.LoadFailed | ev.LoadRecovered) -> None:
-        self._telling.append((event, event.sentence(), isinstance(event, ev.ReportIgnored)))
+        self._notables.append(LastWord(event, "", isinstance(event, ev.ReportIgnored)))
 
     on_invariant_violated = on_report_ignored = on_load_failed = on_load_recovered = _notable
-
-    def _engine(self) -> str:
-        return self.history.opened.engine if self.history.opened is not None else "(unknown)"
 
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the torn end, with what came just before it."""
         if not is_hard(end):
             return
-        closed = end.closed
-        near = [(event, detail) for event, detail, _ in self._telling if is_near(event, end)]
-        flush_ms = self.history.setting("flush_interval_ms", FLUSH_INTERVAL_MS)
-        error = closed.exception or "no type was recorded" if closed is not None else ""
-        if closed is not None:
-            title = f"the engine stopped because of an error, {error}; the log itself is whole"
+        near = [each for each in self._notables if is_near(each.event, end)]
+        engine = self.history.opened.engine if self.history.opened is not None else ""
+        last_word = near[-1] if near else None
+        facts: Facts
+        if end.closed is None:
+            flush_ms = self.history.setting("flush_interval_ms", FLUSH_INTERVAL_MS)
+            facts = NoLogClosed(engine=engine, last=end.last, last_word=last_word, flush_ms=flush_ms)
         else:
-            title = (
-                f"the log ends torn after event {end.last.seq} at {words.clock(end.last.ts_ns)}: there is no log_closed"
-            )
-        culprit = f"the engine process: {error} stands in its log" if closed else TORN_ENDS
-        if near:
-            last_word = f"at event {near[-1][0].seq}: {near[-1][1]}"
-            culprit = (
-                f"just before the end, {last_word}" if closed else f"{TORN_ENDS}; just before the end, {last_word}"
-            )
-        inferred = "why the log ends" if closed is None else "that the engine died of it" if near else ""
-        shown = {event.seq: event for event in [*(event for event, _ in near), *end.tail]}
+            exception = end.closed.exception
+            facts = ClosedByError(engine=engine, last=end.last, last_word=last_word, exception=exception)
+        shown = {event.seq: event for event in [*(each.event for each in near), *end.tail]}
         yield Finding(
-            kind="torn_log",
+            of=TORN_LOG,
             certainty="proven",
-            title=title,
             since_seq=end.last.seq,
-            requests=tuple(dict.fromkeys(_request(event) for event, _ in near if _request(event))),
-            culprit=culprit,
-            advice=CLOSED_ADVICE
-            if closed
-            else (
-                "Replay it on the host that wrote it, or copy the -wal file too. If it ends alike there, see the "
-                "engine's own log after that time (does it live, does it say that its audit log cannot be written?) "
-                "and the kernel's (dmesg) for a process killed for memory. If the disk took what it was given, the "
-                f"engine's last {flush_ms:g} ms are missing; if not, there is no bound."
-            ),
+            requests=tuple(dict.fromkeys(request for each in near if (request := _request(each.event)))),
             lead_seq=end.last.seq,
             chain=tuple(shown[seq] for seq in sorted(shown)),
-            inferred=inferred,
-            brief=f"the log ends torn after event {end.last.seq}" if closed is None else "",
-            impact=(
-                f"engine {self._engine()} may be down: its log ends at {words.clock(end.last.ts_ns)} UTC"
-                if closed is None
-                else f"engine {self._engine()} is down",
-            ),
-            also="" if near and self._telling[-1][2] else ALSO.format(words.clock(end.last.ts_ns)),
+            facts=facts,
         )
 
 

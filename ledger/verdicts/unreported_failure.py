@@ -8,22 +8,76 @@ A put that fails without a report holds blocks and is a `leak`.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from ledger import events as ev
-from ledger import words
-from ledger.verdicts.base import Finding, listed
-from ledger.verdicts.history import End, EventList, History
+from ledger.rules import Breach
+from ledger.verdicts.base import Doubt, Facts, Finding, Kind, Role, listed
+from ledger.verdicts.history import End, EventList, History, RequestEnd
 from ledger.verdicts.shared.ends import is_hard
-from ledger.verdicts.shared.rules import RuleVerdict
-from ledger.verdicts.shared.sample import KEPT, Alike
-from ledger.verdicts.shared.waits import REPORT_NS, REPORT_STEPS, Wait, certainty, ended_request, likewise, waits
+from ledger.verdicts.shared.rules import RuleBroken, RuleVerdict
+from ledger.verdicts.shared.sample import KEPT, Sample
+from ledger.verdicts.shared.waits import REPORT_NS, REPORT_STEPS, Wait, certainty, waits
 
 KEPT_SETTLED = 256
 """Loads that settled last and went well, as they say: evidence that speaks against it may come in later. More are kept
 while evidence of them is on its way."""
+
+UNREPORTED_FAILURE = Kind(Breach.UNREPORTED_FAILURE.value, Role.CAUSE | Role.WRONG_KV)
+
+
+class LaterGetLost(Doubt, frozen=True, kw_only=True):
+    """Events of the worker are lost, and a later get that went well may be among them."""
+
+    gap: ev.Gap
+
+
+class SettledAsIfWell(RuleBroken, frozen=True, kw_only=True):
+    """A load or transfer that had failed was settled as if it had not."""
+
+
+class AnsweredWell(Facts, frozen=True, kw_only=True):
+    """A rank answered that a load went well, although its last get for it had failed.
+
+    Attributes:
+        load, request: the first such load, and whose it was.
+        call: the end of its last get.
+        answer: what the rank answered.
+        times: how many such loads there are.
+    """
+
+    load: int
+    request: str
+    rank: int
+    call: ev.TransferFinished
+    answer: ev.RankLoaded
+    times: int
+
+
+class NotReported(Facts, frozen=True, kw_only=True):
+    """A load or recv failed on a rank, and the scheduler was not told, or not in time.
+
+    Attributes:
+        what: `load` or `recv`.
+        number: the id of the load; -1 for a recv.
+        transfer: the id of the transfer; empty for a load.
+        failure: the first failure.
+        until: how the request ended, if a report came after that, and was ignored; None if no report came.
+        asked: how the scheduler asked for a recv.
+        is_open: the request has not ended.
+    """
+
+    what: Literal["load", "recv"]
+    number: int
+    transfer: str
+    request: str
+    generation: int
+    failure: ev.TransferFinished | ev.PeerSettled
+    until: RequestEnd | None
+    asked: ev.RecvRegistered | None
+    is_open: bool
 
 
 class _Swallowed(msgspec.Struct, frozen=True):
@@ -31,14 +85,14 @@ class _Swallowed(msgspec.Struct, frozen=True):
 
     Attributes:
         chain: the events of the load, late evidence included.
-        doubt: why a later call may have made the failure good; empty if none can.
+        lost: where events are lost among which a later call may have made the failure good; None if none can have.
     """
 
     answer: ev.RankLoaded
     call: ev.TransferFinished
     settled: ev.LoadSettled
     chain: EventList
-    doubt: str
+    lost: ev.Gap | None
 
     @property
     def request(self) -> str:
@@ -54,16 +108,13 @@ Sort: TypeAlias = tuple[int, str, bool]
 class UnreportedFailure(RuleVerdict):
     """Failures that were swallowed."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("unreported_failure",)
-    advice: ClassVar[str] = (
-        "Do not trust the output of the request: it went on with KV that did not arrive. Look at the worker log of "
-        "that rank at that time for the error."
-    )
+    kinds: ClassVar[tuple[Kind, ...]] = (UNREPORTED_FAILURE,)
+    facts: ClassVar[type[RuleBroken]] = SettledAsIfWell
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
         self._settled: dict[int, tuple[EventList, ev.LoadSettled]] = {}
-        self._swallowed: dict[Sort, Alike[_Swallowed]] = {}
+        self._swallowed: dict[Sort, Sample[_Swallowed]] = {}
         self._ignored: dict[str, ev.ReportIgnored] = {}
 
     def on_load_settled(self, event: ev.LoadSettled) -> None:
@@ -100,74 +151,57 @@ class UnreportedFailure(RuleVerdict):
             if wait.what in ("load", "recv") and wait.overdue and not wait.failed:
                 yield from self._silent(wait, end)
 
-    def _take(self, into: dict[Sort, Alike[_Swallowed]], chain: EventList, settled: ev.LoadSettled) -> None:
+    def _take(self, into: dict[Sort, Sample[_Swallowed]], chain: EventList, settled: ev.LoadSettled) -> None:
         """Take the answers for a load that hid a failure."""
         for answer, call in _hidden(chain):
-            doubt = self._doubt(chain[0], answer.rank)
-            sort = answer.rank, _code(call)[0], bool(doubt)
-            into.setdefault(sort, Alike()).add(_Swallowed(answer, call, settled, chain, doubt))
+            lost = self._lost(chain[0], answer.rank)
+            sort = answer.rank, code_of(call), lost is not None
+            into.setdefault(sort, Sample()).add(_Swallowed(answer, call, settled, chain, lost))
 
     @staticmethod
-    def _answered_well(alike: Alike[_Swallowed]) -> Finding:
+    def _answered_well(alike: Sample[_Swallowed]) -> Finding:
         first = alike.kept[0]
-        answer, call, doubt = first.answer, first.call, first.doubt
+        answer, call, lost = first.answer, first.call, first.lost
         planned = first.chain[0]
         blocks = [each.chain[0].blocks for each in alike.kept if isinstance(each.chain[0], ev.LoadPlanned)]
         requests = tuple(dict.fromkeys(each.request for each in alike.kept))
         shown = sorted((planned, call, answer, first.settled), key=lambda event: event.seq)
-        why = words.failure(*_code(call), call.exception)
-        more = likewise(alike.number - 1, "load")
-        whose, they = (f"the answer of request {first.request} is", "it")
-        if len(requests) > 1:
-            whose, they = ("the answers of these requests are", "they")
         return Finding(
-            kind="unreported_failure",
-            certainty="undecidable" if doubt else "proven",
-            title=(
-                f"rank {answer.rank} answered that load {answer.load} of request {first.request} went well, although "
-                f"its last get{' in this log' if doubt else ''} ended {call.outcome}{': ' + why if why else ''}{more}"
-            ),
+            of=UNREPORTED_FAILURE,
+            certainty="undecidable" if lost is not None else "proven",
             since_seq=call.seq,
             requests=requests,
             blocks=listed(tuple(part for each in blocks for part in each)),
             ranks=(answer.rank,),
-            code=_code(call)[0] or None,
-            culprit=f"the worker of rank {answer.rank}, which said that all was loaded (event {answer.seq})",
-            advice=(
-                "Do not trust the output of the request, and reset the prefix cache. Look for the error in the worker "
-                f"log of rank {answer.rank} at {words.clock(call.ts_ns)} UTC."
-                if not doubt
-                else f"See in the worker log of rank {answer.rank} from {words.clock(call.ts_ns)} UTC on whether it "
-                "tried again and got all. If not, do not trust the output of the request, and reset the prefix cache."
-            ),
+            code=code_of(call) or None,
             lead_seq=call.seq,
-            doubt=doubt,
             chain=tuple(shown),
             loads=tuple(dict.fromkeys(each.answer.load for each in alike.kept)),
-            impact=(
-                f"{whose} unreliable: {they} went on with KV that did not arrive"
-                if not doubt
-                else f"if KV did not arrive, {whose} unreliable",
+            doubt=LaterGetLost(gap=lost) if lost is not None else None,
+            facts=AnsweredWell(
+                load=answer.load,
+                request=first.request,
+                rank=answer.rank,
+                call=call,
+                answer=answer,
+                times=alike.number,
             ),
         )
 
-    def _doubt(self, planned: ev.Event, rank: int) -> str:
-        """Return why the last get of a rank in this log may not be its last one; empty if it is."""
-        for gap in self.history.gaps:
-            if gap.seq > planned.seq and gap.origin in (f"rank {rank}", "workers"):
-                return (
-                    f"{ev.lost_at(gap)}, and a later get that went well may be among them; the log of that worker "
-                    "would decide"
-                )
-        return ""
+    def _lost(self, planned: ev.Event, rank: int) -> ev.Gap | None:
+        """Return where a later get of a rank may be lost, so that the last one in this log need not be its last."""
+        return next(
+            (gap for gap in self.history.gaps if gap.seq > planned.seq and gap.origin in (f"rank {rank}", "workers")),
+            None,
+        )
 
-    def _until(self, wait: Wait) -> str:
-        """Return up to where there is no report: what came after the end of the request was ignored."""
-        ended = ended_request(self.history, wait)
+    def _until(self, wait: Wait) -> RequestEnd | None:
+        """Return the end of the request if a report came after that, and was ignored; None if none came."""
+        ended = self.history.request_end_while_open.get(
+            ("transfer", wait.transfer) if wait.transfer else (wait.what, wait.number)
+        )
         late = self._ignored.get(wait.transfer or wait.name)
-        if late is None or ended is None or late.seq < ended[0].seq:
-            return ""
-        return f" until the request {ended[1]}"
+        return ended if ended is not None and late is not None and late.seq > ended.seq else None
 
     def on_report_ignored(self, event: ev.ReportIgnored) -> None:
         """Note a report that came too late to be taken."""
@@ -184,49 +218,36 @@ class UnreportedFailure(RuleVerdict):
         if not failures:
             return
         first = min(failures, key=lambda event: event.seq)
-        code, why = _why(first)
-        late = self._until(wait)
+        code = code_of(first)
         certain, doubt = certainty(end, [wait])
-        if doubt and wait.in_time and end.how == "closed" and not wait.blind:
+        if doubt and wait.in_time and end.how == "closed" and wait.blind is None:
             # The engine would have given the wait up in time. That does not undo that it was not told.
-            certain, doubt = "proven", ""
-        who = f"rank {first.rank}" + (f" and {first.peer}" if isinstance(first, ev.PeerSettled) and first.peer else "")
-        at = words.clock(first.ts_ns)
+            certain, doubt = "proven", None
         asked = wait.chain[0] if isinstance(wait.chain[0], ev.RecvRegistered) else None
-        first_of_all = ""
-        if asked is not None and code in ("PEER_UNREACHABLE", "PEER_NOT_READY"):
-            where = f" ({asked.bootstrap})" if asked.bootstrap else ""
-            first_of_all = (
-                f"See whether prefill engine {asked.prefill or '(unknown)'}{where} lives, and can be reached from rank "
-                f"{first.rank} of this engine. "
-            )
-        lives = " End the request: it gets no answer." if wait.request in self.state.book.requests else ""
         yield Finding(
-            kind="unreported_failure",
+            of=UNREPORTED_FAILURE,
             certainty=certain,
-            title=(
-                f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
-                f"{': ' + why if why else ''}, and no report to the scheduler is in this log{late}"
-            ),
-            brief=(
-                f"{wait.name} of {words.request(wait.request, wait.generation)} failed on {who}"
-                f"{f': {code}' if code else ''}, and the scheduler got no report of it{' in time' if late else ''}"
-            ),
             since_seq=first.seq,
             requests=(wait.request,),
             blocks=listed(wait.blocks),
             ranks=tuple(sorted({event.rank for event in failures})),
             code=code or None,
-            culprit=(
-                f"the worker of rank {first.rank}: its failure (event {first.seq}) did not reach the scheduler"
-                f"{' in time' if late else ''}"
-            ),
-            advice=f"{first_of_all}Look for the error in the worker log of rank {first.rank} at {at} UTC.{lives}",
             lead_seq=first.seq,
             doubt=doubt,
             chain=(wait.chain[0], *failures[:6]),
-            facts={"transfers": [wait.transfer] if wait.transfer else []},
             loads=(wait.number,) if wait.what == "load" else (),
+            transfers=(wait.transfer,) if wait.transfer else (),
+            facts=NotReported(
+                what="load" if wait.what == "load" else "recv",
+                number=wait.number,
+                transfer=wait.transfer,
+                request=wait.request,
+                generation=wait.generation,
+                failure=first,
+                until=self._until(wait),
+                asked=asked,
+                is_open=wait.request in self.state.book.requests,
+            ),
         )
 
 
@@ -262,11 +283,8 @@ def _is_told(history: History, end: End, chain: EventList, settled: ev.LoadSettl
     return end.step - settled.step >= REPORT_STEPS and end.now_mono_ns - last_ns >= REPORT_NS
 
 
-def _code(call: ev.TransferFinished) -> tuple[str, str]:
-    return (call.failures[0].code, call.failures[0].raw) if call.failures else (call.code, call.raw)
-
-
-def _why(event: ev.TransferFinished | ev.PeerSettled) -> tuple[str, str]:
-    if isinstance(event, ev.PeerSettled):
-        return event.code, words.failure(event.code, event.raw, event.exception, event.stage)
-    return _code(event)[0], words.failure(*_code(event), event.exception)
+def code_of(event: ev.TransferFinished | ev.PeerSettled) -> str:
+    """Return the code of a failure: that of its first key, if keys failed one by one; empty if none is recorded."""
+    if isinstance(event, ev.TransferFinished) and event.failures:
+        return event.failures[0].code
+    return event.code

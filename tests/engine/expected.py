@@ -125,7 +125,7 @@ def by_fingerprints(replayed: Replayed, findings: Sequence[Finding]) -> tuple[se
 
 
 def _tainted(findings: Iterable[Finding]) -> set[str]:
-    return {entry["key"] for finding in findings for entry in finding.facts["tainted"]}
+    return {entry.key for finding in findings for entry in finding.tainted}
 
 
 # --- the scenarios ----------------------------------------------------------------------------------------------------

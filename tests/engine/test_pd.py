@@ -9,6 +9,7 @@ from ledger import events as ev
 from ledger.blocks import numbers
 from ledger.file.read import open_log
 from ledger.replay.case import replay_files
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 from tests.engine.conftest import Fold, RunOnce, fold
 from tests.engine.pd_engines import HOLD_TIMEOUT_S
@@ -229,8 +230,8 @@ def test_replay_of_both_logs_names_cause_and_side(
 ) -> None:
     finding = run.finding_of(f"D-{policy}", f"{case}-{policy}", "P1", f"D-{policy}")
     assert (finding.kind, finding.code, finding.certainty) == ("load_failed", code, "proven")
-    assert cause in finding.culprit
-    assert side.format(policy) in finding.culprit
+    assert cause in say(finding).culprit
+    assert side.format(policy) in say(finding).culprit
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -244,7 +245,7 @@ def test_good_transfers_are_in_no_finding(run: Run, policy: str) -> None:
 def test_a_decode_that_never_asks_is_a_bounded_leak_of_the_prefill(run: Run, policy: str) -> None:
     finding = run.finding_of("P1", "never_asked", "P1", f"D-{policy}")
     assert (finding.kind, finding.certainty) == ("leak", "proven")
-    assert f"the decode engine D-{policy} knows nothing of transfer never_asked" in finding.culprit
+    assert f"the decode engine D-{policy} knows nothing of transfer never_asked" in say(finding).culprit
 
 
 def test_what_a_prefill_holds_for_a_decode_that_never_asks_stands_in_its_book_until_it_expires(run: Run) -> None:
@@ -260,7 +261,7 @@ def test_a_decode_that_is_gone_is_a_bounded_leak_of_the_prefill(run: Run, policy
     findings = [each for each in run.findings("P2", f"D-{policy}") if each.kind == "leak"]
     (finding,) = [each for each in findings if run.of("P2", f"gone-{policy}")[0].request in each.requests]
     assert finding.code == "TRANSFER_FAILED"
-    assert f"the decode engine D-{policy} still waits for it" in finding.culprit
+    assert f"the decode engine D-{policy} still waits for it" in say(finding).culprit
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

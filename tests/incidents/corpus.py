@@ -710,7 +710,12 @@ INCIDENTS: tuple[Incident, ...] = (
                 log="decode",
                 ranks=(0,),
                 requests=("R",),
-                says=("PEER_UNREACHABLE", "ConnectError", "no report to the scheduler", "was not asked for it"),
+                says=(
+                    "PEER_UNREACHABLE",
+                    "ConnectError",
+                    "no report of it reached the scheduler",
+                    "was not asked for it",
+                ),
             ),
             Expected(
                 kind="stall",
@@ -867,7 +872,7 @@ INCIDENTS: tuple[Incident, ...] = (
                 log="writer",
                 jobs=(2,),
                 ranks=(0,),
-                says=("no return of it is in this log",),
+                says=("without a return",),
             ),
             Expected(
                 kind="load_failed",
@@ -918,7 +923,7 @@ INCIDENTS: tuple[Incident, ...] = (
                 ranks=(1,),
                 requests=("R", "Q"),
                 blocks=blocks(30, 37),
-                says=("no return of it is in this log", "behind the same call: 3"),
+                says=("without a return", "behind the same call: 3"),
             ),
         ),
     ),

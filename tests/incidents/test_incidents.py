@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from ledger import events as ev
 from ledger.replay.fold import Replay
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS, LOGS, Incident
 from tools.scoring.common import replay_together
@@ -64,7 +65,7 @@ def test_a_salvaged_log_with_a_hole_anywhere_proves_nothing_that_the_whole_one_d
             assert result.mismatch is None
             for finding in result.findings:
                 if finding.certainty == "proven":
-                    assert finding.kind in proven | {"torn_log"}, f"{name} without {hole + 1}: {finding.title}"
+                    assert finding.kind in proven | {"torn_log"}, f"{name} without {hole + 1}: {say(finding).title}"
 
 
 @every_incident
@@ -76,9 +77,9 @@ def test_a_log_that_is_cut_anywhere_becomes_less_certain_and_never_wrong(inciden
         proven = {finding.kind for finding in whole if finding.certainty == "proven"} | {"torn_log"}
         for length, findings in cuts(events):
             for finding in findings:
-                assert finding.kind in allowed, f"{name} cut after {length}: {finding.kind}: {finding.title}"
+                assert finding.kind in allowed, f"{name} cut after {length}: {finding.kind}: {say(finding).title}"
                 if finding.certainty == "proven":
-                    assert finding.kind in proven, f"{name} cut after {length}: {finding.title}"
+                    assert finding.kind in proven, f"{name} cut after {length}: {say(finding).title}"
 
 
 @every_incident
@@ -105,9 +106,9 @@ def test_every_finding_points_to_events_that_are_there(incident: Incident):
         assert set(finding.evidence) <= places
         assert list(finding.evidence) == sorted(set(finding.evidence))
         assert {finding.since_seq, finding.lead_seq} <= places
-        assert finding.advice
-        assert finding.culprit
-        assert (finding.certainty == "proven") == (not finding.doubt)
+        assert say(finding).advice
+        assert say(finding).culprit
+        assert (finding.certainty == "proven") == (not say(finding).doubt)
 
 
 def test_a_late_error_does_not_bring_a_request_back():

@@ -10,6 +10,7 @@ import pytest
 from ledger.demo import incidents
 from ledger.file.verify import verify
 from ledger.replay.case import Case, replay_files
+from ledger.report.wording import say
 
 
 def case(name: str) -> Case:
@@ -30,7 +31,7 @@ def test_the_hanging_put_is_a_stall_that_names_the_rank_and_the_call() -> None:
     stall = kinds["stall"]
     assert tuple(stall.ranks) == (1,)
     assert stall.jobs[0] == 2
-    assert "rank 1 began put #2" in stall.culprit
+    assert "rank 1 began put #2" in say(stall).culprit
     assert kinds["torn_log"].certainty == "proven"
 
 

@@ -10,6 +10,7 @@ from ledger import events as ev
 from ledger.replay.case import LogResult, in_time
 from ledger.replay.fold import Replay, Result
 from ledger.replay.join import join
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -100,12 +101,12 @@ def hits(scores: Sequence[RunScore], cases: Iterable[str]) -> list[str]:
 
 def alarm(finding: Finding) -> str:
     """Return a finding in one line."""
-    return f"{finding.kind} ({finding.certainty}): {finding.title}"
+    return f"{finding.kind} ({finding.certainty}): {say(finding).title}"
 
 
 def said(finding: Finding) -> str:
     """Return the words of a finding in which its cause is looked for."""
-    return f"{finding.title}; {finding.culprit}"
+    return f"{say(finding).title}; {say(finding).culprit}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

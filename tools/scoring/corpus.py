@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 from tests.incidents.corpus import INCIDENTS, Expected, Incident
 from tools.scoring import common
@@ -68,7 +69,7 @@ def score(incident: Incident) -> Row:
             row.problems.append(f"{finding.kind}: {wrong}")
     alarms = replay_together(incident.logs(healthy=True))
     row.false_alarms = len(alarms)
-    row.problems += [f"false alarm in the healthy twin: {finding.kind}: {finding.title}" for _, finding in alarms]
+    row.problems += [f"false alarm in the healthy twin: {finding.kind}: {say(finding).title}" for _, finding in alarms]
     return row
 
 

@@ -14,6 +14,7 @@ from connector.store.recording_store import key_hash
 from ledger import events as ev
 from ledger.file.read import open_log
 from ledger.replay.case import replay_files
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 from tests.engine.conftest import Run, run_scenario
 from tests.engine.expected import Must, Replayed, Scenario
@@ -83,7 +84,7 @@ def score(scenario: Scenario, run: Run, others: dict[str, Run]) -> Row:
         row.culprit += not wrong
         row.problems += [f"{must}: {each}" for each in wrong]
     row.false_alarms = len(left)
-    row.problems += [f"false alarm in {log}: {alarm(finding)}; {finding.culprit}" for log, finding in left]
+    row.problems += [f"false alarm in {log}: {alarm(finding)}; {say(finding).culprit}" for log, finding in left]
     return row
 
 
@@ -114,7 +115,7 @@ def mismatches(must: Must, findings: Sequence[Finding], seen: Replayed, row: Row
         wrong += [f"sends to the wrong side: '{text[text.index(words) :]}'" for words in must.denies if words in text]
     if must.struck:
         struck = {key_hash(key) for key in seen.run.result["struck"][must.struck]}
-        named = {key for finding in findings for key in finding.facts.get("keys", ())}
+        named = {key for finding in findings for key, _ in finding.missing_keys}
         if struck != named:
             wrong.append(f"names the keys {sorted(named)}, and {sorted(struck)} were struck")
     if must.keys is not None:

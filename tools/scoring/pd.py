@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ledger.report.wording import say
 from tools.scoring import common
 from tools.scoring.common import RunScore, alarm, hits, replay_together
 
@@ -85,13 +86,13 @@ def score(seed: int, steps: int) -> PdScore:
         faults=_planned(plan),
         due={case: int(number) for case, number in due.items()},
         hit={case: int(number) for case, number in hit.items()},
-        wrong_side=sum(any(side in finding.culprit for side in WRONG_SIDES) for _, finding in found),
+        wrong_side=sum(any(side in say(finding).culprit for side in WRONG_SIDES) for _, finding in found),
         alarms=[f"{log}: {alarm(each)}" for log, each in found if not _explained(each, truths[log])],
     )
 
 
 def _transfers(findings: Iterable[Any]) -> set[str]:
-    return {transfer for finding in findings for transfer in finding.facts.get("transfers", ())}
+    return {transfer for finding in findings for transfer in finding.transfers}
 
 
 def _explained(finding: Any, truth: _Truth) -> bool:

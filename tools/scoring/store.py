@@ -194,9 +194,9 @@ def score(seed: int, steps: int, canary_name: str) -> StoreScore:
     held = [finding for finding in findings if finding.kind in HELD]
     named_jobs = {job for finding in held for job in finding.jobs}
     named_loads = {request for finding in held for request in finding.requests}
-    named = [entry for finding in findings for entry in finding.facts.get("tainted", ())]
-    proven = {entry["key"] for entry in named if entry["certainty"] == "proven" and entry["returned"]}
-    suspected = {entry["key"] for entry in named}
+    named = [entry for finding in findings for entry in finding.tainted]
+    proven = {entry.key for entry in named if entry.certainty == "proven" and entry.returned}
+    suspected = {entry.key for entry in named}
     derived: set[str] = set()
     for kind, job in {(finding.kind, job) for finding in findings for job in finding.jobs}:
         for radius in blast_radius([events.__iter__], job) if kind in ("poison", "early_free") else ():

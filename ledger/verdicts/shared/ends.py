@@ -3,21 +3,25 @@
 from ledger import events as ev
 from ledger.verdicts.history import End
 
-DOWN = "The engine has shut down: nothing is held any more."
-"""What to say of blocks when `is_down`."""
-
 NEAR_STEPS = 2
 """Engine steps before the end within which an event may be what the engine died of."""
 
 
-def is_hard(end: End) -> bool:
+def is_hard(end: End | None) -> bool:
     """Return whether the log stops without a word, or with an error."""
+    if end is None:
+        return False
     return end.how == "torn" if end.closed is None else end.closed.reason == "exception"
 
 
-def is_down(end: End) -> bool:
+def is_down(end: End | None) -> bool:
     """Return whether the engine has shut down: it holds nothing any more, and there is no process to look at."""
-    return end.how == "closed"
+    return end is not None and end.how == "closed"
+
+
+def goes_on(end: End | None) -> bool:
+    """Return whether more comes after what was replayed, so that nothing can be said to be for ever."""
+    return end is not None and end.how in ("live", "as_of")
 
 
 def is_near(event: ev.Event, end: End) -> bool:

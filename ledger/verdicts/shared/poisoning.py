@@ -1,18 +1,20 @@
-"""What poison is judged by, and how it is told: work on trial, blocks that were given away, calls that touched them.
+"""What poison is judged by: work on trial, blocks that were given to a new owner under it, calls that touched them.
 
-This file knows events and words; which calls are hits, `poison` decides.
+This file knows events; which calls are stale accesses, `poison` decides.
 """
 
-from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from ledger import events as ev
-from ledger import words
-from ledger.blocks import of_pairs
-from ledger.verdicts.base import Finding
+from ledger.verdicts.base import Doubt, Kind, Role
 
 Block = tuple[int, int]
+
+WorkSort: TypeAlias = Literal["store job", "load", "recv", "send"]
+
+POISON = Kind("poison", Role.CAUSE | Role.WRONG_KV | Role.TAINTS)
 
 GIVEN_AWAY = "the blocks of a job were given away"
 """The cause of all findings about jobs: in one log they are one incident."""
@@ -24,20 +26,28 @@ class Work(msgspec.Struct):
     Attributes:
         began: its first event.
         pinned: whether it held references on its blocks.
+        job, load, transfer: its id, in the field of its sort; -1 and empty in the others.
     """
 
-    name: str
-    job: int
+    sort: WorkSort
     request: str
     generation: int
     began: ev.Event | None
-    pinned: bool
+    pinned: bool = True
+    job: int = -1
     load: int = -1
     transfer: str = ""
 
+    @property
+    def id(self) -> int | str:
+        """Its number or name among the works of its sort."""
+        if self.job >= 0:
+            return self.job
+        return self.load if self.load >= 0 else self.transfer
 
-class Grant(msgspec.Struct):
-    """A block that was given away.
+
+class BlockReuse(msgspec.Struct):
+    """Blocks that were given to a new owner while work of the old one was open.
 
     Blocks are compared by number alone: vLLM has one pool for all KV-cache groups, so what one group gives up may come
     back in another, and it is the same memory.
@@ -63,11 +73,11 @@ class Grant(msgspec.Struct):
     ran: ev.Event | None = None
 
 
-class Hit(msgspec.Struct):
+class StaleAccess(msgspec.Struct):
     """A call that touched blocks of another owner."""
 
     started: ev.TransferStarted
-    grant: Grant
+    reuse: BlockReuse
     work: Work
     blocks: tuple[Block, ...]
     keys: tuple[str, ...]
@@ -79,8 +89,8 @@ class Hit(msgspec.Struct):
 
     @property
     def judged_seq(self) -> int:
-        """The event at which it was found: its own begin, or the grant under it."""
-        return max(self.started.seq, self.grant.event.seq)
+        """The event at which it was found: its own begin, or the reuse under it."""
+        return max(self.started.seq, self.reuse.event.seq)
 
     @property
     def proven(self) -> bool:
@@ -90,21 +100,21 @@ class Hit(msgspec.Struct):
     @property
     def overwritten(self) -> bool:
         """Whether the new owner's first forward pass lay before the call."""
-        written, finished = self.grant.written, self.finished
+        written, finished = self.reuse.written, self.finished
         failed = finished is not None and finished.outcome in ("failed", "raised")
         return (
             written is not None
             and not failed  # a call that failed may never have touched the block
             and self.started.step > written.step
             and self.started.ts_ns > written.ts_ns
-            and self.grant.event.request != self.work.request
+            and self.reuse.event.request != self.work.request
         )
 
     @property
     def open_after(self) -> bool:
         """Whether the call was open after the block was given away, as far as its end is known."""
         finished = self.finished
-        return finished is None or finished.step > self.grant.event.step or finished.ts_ns > self.grant.event.ts_ns
+        return finished is None or finished.step > self.reuse.event.step or finished.ts_ns > self.reuse.event.ts_ns
 
     def is_proven(self, key: str) -> bool:
         """Return whether a key's block is known to have changed."""
@@ -117,155 +127,75 @@ class Hit(msgspec.Struct):
         return [key for key in self.keys if key not in self.failed_keys]
 
 
-class Untold(msgspec.Struct):
-    """What is counted and not told one by one.
+class Overflow(msgspec.Struct):
+    """Stale accesses that are counted and not shown one by one.
 
     Attributes:
         calls: calls that touched blocks of another owner.
         proven: how many of them are proven to have done so after the other had written.
         first, last: the first and the last of them.
-        caught: blocks that a worker has seen change.
-        first_caught: the first of them.
+        changed: blocks that a worker has seen change.
+        first_changed: the first of them.
     """
 
     calls: int = 0
     proven: int = 0
-    first: Hit | None = None
-    last: Hit | None = None
-    caught: int = 0
-    first_caught: ev.PoisonCaught | None = None
+    first: StaleAccess | None = None
+    last: StaleAccess | None = None
+    changed: int = 0
+    first_changed: ev.PoisonCaught | None = None
 
-    def add(self, hit: Hit) -> None:
+    def add(self, access: StaleAccess) -> None:
         """Count a call that has ended."""
         self.calls += 1
-        self.proven += hit.proven
-        self.first = self.first or hit
-        self.last = hit
+        self.proven += access.proven
+        self.first = self.first or access
+        self.last = access
 
-    def add_caught(self, event: ev.PoisonCaught) -> None:
+    def add_changed(self, event: ev.PoisonCaught) -> None:
         """Count a block that was seen to change."""
-        self.caught += 1
-        self.first_caught = self.first_caught or event
+        self.changed += 1
+        self.first_changed = self.first_changed or event
 
 
-def untold_finding(untold: Untold) -> Finding:
-    """Return the finding for all that is not told one by one."""
-    first, last = untold.first, untold.last
-    told: list[str] = []
-    if first is not None and last is not None:
-        some = 0 < untold.proven < untold.calls
-        did = "touched" if untold.proven == untold.calls else "may have touched"
-        told.append(
-            f"{words.plural(untold.calls, 'more call')}, from event {first.started.seq} for {first.work.name} to event "
-            f"{last.started.seq} for {last.work.name}, {did} blocks after they had been given away"
-            f"{f', and {untold.proven:,} of them did' if some else ''}"
-        )
-    if untold.caught:
-        changed = words.plural(untold.caught, "more block")
-        told.append(f"{changed} {'was' if untold.caught == 1 else 'were'} seen to change under a put")
-    calls = [hit for hit in (first, last) if hit is not None]
-    events = [event for hit in calls for event in (hit.grant.event, hit.started, hit.finished)]
-    chain = {event.seq: event for event in (*events, untold.first_caught) if event is not None}
-    proven = untold.proven > 0 or untold.caught > 0
-    advice = "Do not trust the output of whoever got blocks since then, and reset the prefix cache."
-    if untold.caught or any(hit.work.job >= 0 for hit in calls):
-        advice = (
-            f"Take every key that was stored from event {min(chain)} on for wrong: more jobs are concerned than are "
-            "named. A new cache_prefix is the safe way."
-        )
-    return Finding(
-        kind="poison",
-        certainty="proven" if proven else "suspected",
-        title=f"{'; '.join(told)}: too many to tell one by one",
-        since_seq=min(chain),
-        culprit="the same as of those that are told one by one",
-        advice=advice,
-        also=advice,
-        cause=GIVEN_AWAY if first is not None and first.work.job >= 0 else "",
-        lead_seq=min(chain),
-        doubt="" if proven else "none of them is proven by itself; only the bytes would tell",
-        chain=tuple(chain[seq] for seq in sorted(chain)),
-        facts={"untold": {"calls": untold.calls, "proven": untold.proven, "caught": untold.caught}},
-    )
+class CallFailed(Doubt, frozen=True, kw_only=True):
+    """The call failed, and nobody recorded whether it had touched the block by then."""
 
 
-def culprit_of(work: Work) -> str:
-    """Return who or what let it happen."""
-    if work.job >= 0 and not work.pinned:
-        return f"{work.name} held no references on its blocks; concluded: so vLLM gave them away while it was queued"
-    if work.job >= 0:
-        return f"{work.name} is recorded as pinning its blocks, and vLLM's pool gave them away all the same"
-    return f"the blocks of {work.name} were freed before everybody who may read or write them had settled"
+class SameRequest(Doubt, frozen=True, kw_only=True):
+    """Both owners are lives of one request, whose KV may be the same."""
 
 
-def advice_for(work: Work, keys: list[str]) -> str:
-    """Return what to do about it."""
-    if keys:
-        return (
-            "Give all engines that share the store a new cache_prefix, so that nobody loads the keys any more: "
-            "nothing heals them. Then find who read them, and remove them: "
-            f"`kvledger blast-radius FILE --job {work.job} --keys`, and docs/oncall.md section 4."
-        )
-    return "Do not trust the output of the new owner, and reset the prefix cache."
+class OpenBefore(Doubt, frozen=True, kw_only=True):
+    """The call was open when the block was given away, and may have moved its bytes before."""
 
 
-def shown_by(hit: Hit) -> str:
-    """Return what the events show of a hit that is not proven."""
-    grant, ended = hit.grant.event, hit.finished
-    until = f"to event {ended.seq}" if ended is not None else "on, with no return in this log"
-    return (
-        f"the blocks had another owner from event {grant.seq} on, and the call on them was open from event "
-        f"{hit.started.seq} {until}"
-    )
+class OwnTransfer(Doubt, frozen=True, kw_only=True):
+    """The new owner itself waited for a load or recv, which may have filled the blocks afterwards.
+
+    Attributes:
+        request: the new owner.
+    """
+
+    request: str
 
 
-def doubt_of(hit: Hit) -> str:
-    """Return why a hit is not proven."""
-    if hit.finished is not None and hit.finished.outcome in ("failed", "raised"):
-        return "the call failed, and whether it had touched the block by then is not recorded"
-    if hit.grant.event.request == hit.work.request:
-        return "both owners are lives of one request, whose KV may be the same; only the bytes would tell"
-    if hit.started.seq < hit.grant.event.seq:
-        return (
-            "the call was open when the block was given away, and may have moved its bytes before; only the bytes "
-            "would tell"
-        )
-    if hit.grant.load >= 0 or hit.grant.transfer:
-        return (
-            f"what request {hit.grant.event.request} itself waited for may have come into the blocks afterwards; only "
-            "the bytes would tell"
-        )
-    return "the order of the call and of the new owner's first forward pass is not recorded; only the bytes would tell"
+class OrderUnknown(Doubt, frozen=True, kw_only=True):
+    """It is not recorded whether the call came before or after the new owner's first forward pass."""
 
 
-def time_line(hits: list[Hit]) -> Iterable[str]:
-    """Yield the history of the blocks of the first few calls: who had them when, and the call in between."""
-    for hit in hits[:3]:
-        released, grant, finished = hit.grant.released, hit.grant.event, hit.finished
-        until = f"until event {released.seq}" if released is not None else f"until event {grant.seq} at the latest"
-        ended = f"to {finished.seq}" if finished is not None else "on, with no return in this log"
-        call = words.call(hit.started.op, hit.started.transfer, hit.started.rank)
-        later_ns = hit.started.ts_ns - grant.ts_ns
-        later = f" began {words.span(later_ns)} later and" if later_ns > 0 else ""
-        yield (
-            f"{words.these_blocks(of_pairs(hit.blocks))} belonged to "
-            f"{words.request(hit.work.request, hit.work.generation)} {until}, and to "
-            f"{words.request(grant.request, grant.generation)} from event {grant.seq} on; {call} for "
-            f"{hit.work.name}{later} lasted from event {hit.started.seq} {ended}"
-        )
+class NoneProven(Doubt, frozen=True, kw_only=True):
+    """Of many that are counted, none is proven by itself."""
 
 
-def impact_of(loaders: list[str], writes: Iterable[str], keys: list[str], *, proven: bool) -> tuple[str, ...]:
-    """Return whose answers are wrong: of those who loaded the keys, and of those whose blocks were written over."""
-    sure = "is unreliable" if proven else "may be wrong"
-    sures = "are unreliable" if proven else "may be wrong"
-    told: list[str] = []
-    written = "was written over" if proven else "may have been written over"
-    for names, how in ((loaders, "which loaded these keys"), (list(writes), f"whose KV {written}")):
-        if len(names) == 1:
-            told.append(f"the answer of request {names[0]}, {how}, {sure}")
-        elif names:
-            told.append(f"the answers of {len(names)} requests ({words.listed(names)}), {how}, {sures}")
-    if keys:
-        told.append("so is that of whoever loads them later" if loaders else "whoever loads the keys gets wrong KV")
-    return tuple(told)
+def doubt_of(access: StaleAccess) -> Doubt:
+    """Return why a stale access is not proven."""
+    if access.finished is not None and access.finished.outcome in ("failed", "raised"):
+        return CallFailed()
+    if access.reuse.event.request == access.work.request:
+        return SameRequest()
+    if access.started.seq < access.reuse.event.seq:
+        return OpenBefore()
+    if access.reuse.load >= 0 or access.reuse.transfer:
+        return OwnTransfer(request=access.reuse.event.request)
+    return OrderUnknown()

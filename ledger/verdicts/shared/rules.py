@@ -1,7 +1,7 @@
-"""Which broken rule of the book is which kind of finding, and the look that all of these verdicts share.
+"""A rule of the book that was broken: what all verdicts on one kind of breach share.
 
-A rule is broken in a log in two ways. The engine noticed it and said so: `invariant_violated`. Or the log holds an
-event that the book does not accept: it comes from a connector that does not keep these rules, and the fold refuses it.
+The engine noticed it and said so (`invariant_violated`), or the book refuses the event at replay. What it means to
+break a rule stands beside the rule, in `ledger.state.invariants`.
 """
 
 from collections.abc import Iterable
@@ -11,58 +11,40 @@ import msgspec
 
 from ledger import events as ev
 from ledger.errors import Refused
-from ledger.verdicts.base import Certainty, Finding, Verdict, listed
+from ledger.state.invariants import breach_of
+from ledger.verdicts.base import Doubt, Facts, Finding, Verdict, listed
 from ledger.verdicts.history import End, EventList, History
-from ledger.verdicts.shared.sample import Alike
-
-EARLY_FREE = frozenset(
-    {
-        "freed_early",
-        "settled_early",
-        "load_settled_early",
-        "send_over_early",
-        "withdrawn_late",
-        "recv_settled_early",
-    }
-)
-OVER_REPORT = frozenset(
-    {
-        "rank_reported_twice",
-        "unexpected_rank",
-        "rank_loaded_twice",
-        "rank_sent_twice",
-        "peer_settled_twice",
-        "unexpected_peer",
-        "load_failed_twice",
-        "recv_failed_twice",
-    }
-)
-STALE = frozenset({"unknown_job", "unknown_load"})
-DOUBLE_FREE = frozenset({"settled_twice", "freed_other_blocks"})
-UNREPORTED = frozenset({"failure_is_sticky", "unreported_failure", "send_not_served", "loaded_from_nobody"})
-LATE = frozenset({"load_already_settled", "unknown_send", "unknown_recv"})
+from ledger.verdicts.shared.sample import Sample
 
 
-def kind_of_rule(rule: str, is_report: bool) -> str:
-    """Return the kind of finding that a broken rule is.
+class BeginningLost(Doubt, frozen=True, kw_only=True):
+    """Events of the scheduler are lost, and what the rule misses may be among them."""
 
-    Args:
+    gap: ev.Gap
+
+
+class RuleBroken(Facts, frozen=True, kw_only=True):
+    """A rule of the book was broken. Each kind of breach has a type of its own, which says no more.
+
+    Attributes:
         rule: the rule's stable name.
+        detail: what the book said when it was broken for the first time.
+        event: the event that broke it then, or in which the engine says that it was broken.
         is_report: a rank's report broke it, and no act of the scheduler.
+        rank: the rank whose report or act it was; -1 if it was none.
+        times: how often it was broken.
     """
-    if rule == "job_already_settled":
-        return "over_report" if is_report else "double_free"
-    for kind, rules in (
-        ("early_free", EARLY_FREE),
-        ("over_report", OVER_REPORT),
-        ("stale_completion", STALE),
-        ("double_free", DOUBLE_FREE),
-        ("unreported_failure", UNREPORTED),
-        ("late_event", LATE),
-    ):
-        if rule in rules:
-            return kind
-    return "broken_rule"
+
+    rule: str
+    detail: str
+    event: ev.Event
+    is_report: bool
+    rank: int
+    times: int
+
+
+class FreedEarly(RuleBroken, frozen=True, kw_only=True):
+    """Work was over, or its blocks were given back, before all had answered."""
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -79,8 +61,8 @@ class Broken(msgspec.Struct, frozen=True):
     blocks: tuple[tuple[int, int], ...]
     began: int
     """Where the job, load or transfer began, or the event's own place."""
-    blind: str
-    """Why the log cannot show that the rule was broken; empty if it can."""
+    lost: ev.Gap | None
+    """Where events of the scheduler are lost that may say why the rule was not broken; None if none are."""
     before: tuple[ev.Event, ...]
     """The beginning of that job, load or transfer and its last events before; how it ended if it was over."""
     chain: EventList
@@ -90,15 +72,17 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 class RuleVerdict(Verdict):
-    """A verdict that finds broken rules of its kind. Subclasses say what that means and what to do."""
+    """A verdict that finds broken rules of its kind: those whose breach has the name of its first kind.
 
-    advice: ClassVar[str] = ""
-    lead: ClassVar[str] = ""
-    """What stands in front of the rule's own words, so that they say what is wrong; {} is whose report it was."""
+    Attributes:
+        facts: the type of the facts of its findings of broken rules.
+    """
+
+    facts: ClassVar[type[RuleBroken]] = RuleBroken
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self.rules: dict[str, Alike[Broken]] = {}
+        self.rules: dict[str, Sample[Broken]] = {}
 
     @property
     def broken(self) -> Iterable[Broken]:
@@ -108,19 +92,19 @@ class RuleVerdict(Verdict):
     def refused(self, event: ev.Event, refusal: Refused) -> None:
         """Take an event that the book refused, if its rule is of this kind."""
         is_report = isinstance(event, ev.RankCompleted | ev.RankLoaded | ev.RankSent | ev.PeerSettled)
-        if kind_of_rule(refusal.rule, is_report) in self.kinds:
+        if breach_of(refusal.rule, is_report=is_report) == self.kinds[0].name:
             self.take(event, refusal.rule, refusal.detail, is_report)
 
     def on_invariant_violated(self, event: ev.InvariantViolated) -> None:
         """Take a broken rule that the engine noticed itself."""
-        if kind_of_rule(event.rule, event.rank >= 0) in self.kinds:
+        if breach_of(event.rule, is_report=event.rank >= 0) == self.kinds[0].name:
             self.take(event, event.rule, event.detail, event.rank >= 0)
 
     def take(
-        self, event: ev.Event, rule: str, detail: str, is_report: bool, into: dict[str, Alike[Broken]] | None = None
+        self, event: ev.Event, rule: str, detail: str, is_report: bool, into: dict[str, Sample[Broken]] | None = None
     ) -> None:
         """Keep a broken rule with what the history knows of its job or load at this moment, or only count it."""
-        known = (self.rules if into is None else into).setdefault(rule, Alike())
+        known = (self.rules if into is None else into).setdefault(rule, Sample())
         if known.has_room:
             known.add(self._look_at(event, rule, detail, is_report))
         else:
@@ -157,9 +141,7 @@ class RuleVerdict(Verdict):
             transfer=transfer,
             blocks=listed(blocks),
             began=chain[0].seq if chain else event.seq,
-            blind=f"events of the scheduler are lost at event {gap.seq}, which may be what is missing here"
-            if gap
-            else "",
+            lost=gap,
             before=tuple(shown),
             chain=chain,
             is_report=is_report,
@@ -168,50 +150,33 @@ class RuleVerdict(Verdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return one finding for each rule that was broken, led by the first time."""
         for alike in self.rules.values():
-            yield self.finding(alike, end)
+            yield self.finding(alike)
 
-    def advise(self, first: Broken, end: End) -> str:
-        """Return what to do next."""
-        return self.advice
-
-    def impact(self, first: Broken) -> tuple[str, ...]:
-        """Return who may suffer from it."""
-        return ()
-
-    def finding(self, alike: Alike[Broken], end: End) -> Finding:
+    def finding(self, alike: Sample[Broken]) -> Finding:
         """Return the finding for one rule."""
-        group, number = alike.kept, alike.number
+        group = alike.kept
         first = group[0]
-        certain: Certainty = "undecidable" if first.blind else "proven"
         shown = [*first.before, *(broken.event for broken in group[:6])]
-        # What the engine noticed itself says all in its detail; what only the fold refuses is named with the event.
-        noticed = isinstance(first.event, ev.InvariantViolated)
-        said = "" if noticed else f" (event {first.event.seq}: {first.event.sentence()})"
-        who = f" of rank {first.rank}" if first.is_report and first.rank >= 0 else ""
-        times = f" ({number:,} times in all)" if number > 1 else ""
         return Finding(
-            kind=self.kinds[0],
-            certainty=certain,
-            title=f"{self.lead.format(who)}{first.detail}{said}{times}",
+            of=self.kinds[0],
+            certainty="undecidable" if first.lost is not None else "proven",
             since_seq=first.event.seq,
             requests=tuple(dict.fromkeys(broken.request for broken in group if broken.request)),
             jobs=tuple(dict.fromkeys(broken.job for broken in group if broken.job >= 0)),
             blocks=tuple(sorted({block for broken in group for block in broken.blocks})),
             ranks=tuple(sorted({broken.rank for broken in group if broken.rank >= 0})),
             code=None,
-            culprit=f"{_who(first)}, which broke the rule {first.rule} at event {first.event.seq}",
-            advice=self.advise(first, end),
-            impact=self.impact(first),
             lead_seq=first.event.seq,
-            doubt=first.blind,
-            facts={"transfers": list(dict.fromkeys(broken.transfer for broken in group if broken.transfer))},
             chain=tuple({event.seq: event for event in sorted(shown, key=lambda event: event.seq)}.values()),
             loads=tuple(dict.fromkeys(broken.load for broken in group if broken.load >= 0)),
+            transfers=tuple(dict.fromkeys(broken.transfer for broken in group if broken.transfer)),
+            doubt=BeginningLost(gap=first.lost) if first.lost is not None else None,
+            facts=self.facts(
+                rule=first.rule,
+                detail=first.detail,
+                event=first.event,
+                is_report=first.is_report,
+                rank=first.rank,
+                times=alike.number,
+            ),
         )
-
-
-def _who(broken: Broken) -> str:
-    """Return whose act broke the rule, as far as the event says: who is at fault is not in it."""
-    if broken.is_report and broken.rank >= 0:
-        return f"a report of rank {broken.rank}"
-    return "an act of the scheduler" if broken.event.source == ev.SCHEDULER else f"an act of {broken.event.source}"

@@ -1,6 +1,6 @@
-"""Many of one sort: the first ones, which tell what it is, and how many there were in all.
+"""Many of one sort: the first ones, which show what it is, and how many there were in all.
 
-What happens again and again must neither fill the memory nor be told as less than it was. This file knows no event.
+What happens again and again must neither fill the memory nor be counted as less than it was. This file knows no event.
 """
 
 from typing import Generic, TypeVar
@@ -11,8 +11,8 @@ KEPT = 200
 T = TypeVar("T")
 
 
-class Alike(Generic[T]):
-    """What is alike.
+class Sample(Generic[T]):
+    """The first of many, and their number.
 
     Attributes:
         kept: the first ones.
@@ -30,9 +30,9 @@ class Alike(Generic[T]):
         """Whether a further one is kept."""
         return len(self.kept) < KEPT
 
-    def copy(self) -> "Alike[T]":
+    def copy(self) -> "Sample[T]":
         """Return another one of the same, to which more can be added."""
-        made: Alike[T] = Alike()
+        made: Sample[T] = Sample()
         made.kept, made.number = [*self.kept], self.number
         return made
 

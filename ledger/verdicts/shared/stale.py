@@ -8,11 +8,12 @@ from collections.abc import Iterable
 import msgspec
 
 from ledger import events as ev
-from ledger.verdicts.base import Certainty
+from ledger.state.invariants import JOB_ALREADY_SETTLED, RANK_REPORTED_TWICE, UNEXPECTED_RANK
+from ledger.verdicts.base import Certainty, Doubt
 from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.waits import REPORT_NS, REPORT_STEPS
 
-RULES = ("rank_reported_twice", "job_already_settled", "unexpected_rank")
+RULES = tuple(rule.name for rule in (RANK_REPORTED_TWICE, JOB_ALREADY_SETTLED, UNEXPECTED_RANK))
 """Rules that a report of an older job breaks when it is given to a younger one."""
 
 
@@ -30,18 +31,53 @@ class Owed(msgspec.Struct, frozen=True):
     ended: ev.TransferFinished
 
 
+class NotRecorded(Doubt, frozen=True, kw_only=True):
+    """What workers did is not recorded: the rank may have finished an older job, whose report this was then."""
+
+    rank: int
+    job: int
+
+
+class OwnReportLost(Doubt, frozen=True, kw_only=True):
+    """Events of the scheduler are lost, and the own report of the older job may be among them."""
+
+    gap: ev.Gap
+    job: int
+
+
+class EvidenceLost(Doubt, frozen=True, kw_only=True):
+    """Events of the worker are lost, so it is not known when the rank finished the older job."""
+
+    gap: ev.Gap
+    rank: int
+    job: int
+
+
+class OwnReportMayCome(Doubt, frozen=True, kw_only=True):
+    """The log ends before the own report of the older job would have come; then this one was another's."""
+
+    job: int
+
+
+class EvidenceMayCome(Doubt, frozen=True, kw_only=True):
+    """The log ends before all is known of what the rank did; it may have finished the older job."""
+
+    rank: int
+    job: int
+
+
 class Reading(msgspec.Struct, frozen=True):
     """Whose report it was.
 
     Attributes:
         owed: the older job whose report it was; None if it was one too many.
         certainty: how certain that is.
-        doubt: why it is not proven; empty if it is.
+        doubt: why it is not proven; None if it is.
     """
 
     owed: Owed | None = None
     certainty: Certainty = "proven"
-    doubt: str = ""
+    doubt: Doubt | None = None
 
 
 def older_jobs(history: History, event: ev.RankCompleted) -> tuple[int, ...]:
@@ -90,32 +126,26 @@ def whose(history: History, end: End, report: ev.RankCompleted, older: tuple[int
     owed = next((each for number in waiting if (each := owed_by(history, number, report)) is not None), None)
     job = owed.job if owed is not None else waiting[0]
     lost = _lost(history, job, report)
-    if lost:
+    if lost is not None:
         return Reading(owed, "undecidable", lost)
     if end.step - report.step >= REPORT_STEPS and end.now_mono_ns - report.mono_ns >= REPORT_NS:
         return Reading(owed)
-    if owed is not None:
-        why = f"the own report of job {job} would have come; if it came, this one was another's"
-    else:
-        why = f"all is known of what rank {report.rank} did; if it had finished job {job}, this was the report of that"
-    return Reading(owed, "suspected", f"the log ends before {why}")
+    more = OwnReportMayCome(job=job) if owed is not None else EvidenceMayCome(rank=report.rank, job=job)
+    return Reading(owed, "suspected", more)
 
 
-def _lost(history: History, job: int, report: ev.RankCompleted) -> str:
-    """Return why the log does not show whether a report was that of an older job that waits; empty if it does."""
+def _lost(history: History, job: int, report: ev.RankCompleted) -> Doubt | None:
+    """Return why the log does not show whether a report was that of an older job that waits; None if it does."""
     rank = report.rank
     if not history.evidence_is_on():
-        return f"what rank {rank} did is not recorded; if it had finished job {job}, this was the report of that"
+        return NotRecorded(rank=rank, job=job)
     since_seq = history.state.book.jobs[job].since_seq
     for gap in history.gaps:
         of_scheduler = gap.origin == ev.SCHEDULER and not history.restored_after(gap.seq)
         if gap.seq <= since_seq or not (of_scheduler or gap.origin in (f"rank {rank}", "workers")):
             continue
-        lost = ev.lost_at(gap)
-        if of_scheduler:
-            return f"{lost}, and the own report of job {job} may be among them"
-        return f"{lost}, so when rank {rank} finished job {job} is not known; the log of that worker would decide"
-    return ""
+        return OwnReportLost(gap=gap, job=job) if of_scheduler else EvidenceLost(gap=gap, rank=rank, job=job)
+    return None
 
 
 def _request_of(history: History, event: ev.RankCompleted) -> str:

@@ -14,11 +14,20 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from ledger import events as ev
-from ledger import words
 from ledger.blocks import Blocks
 from ledger.state.records import Job, Load, Recv, Send
-from ledger.verdicts.base import Certainty
-from ledger.verdicts.history import End, EventList, History
+from ledger.verdicts.base import Certainty, Doubt
+from ledger.verdicts.history import End, EventList, History, RequestEnd
+from ledger.verdicts.shared.doubts import (
+    AnswersLost,
+    CodeDisagrees,
+    GivesUpByItself,
+    LogGoesOn,
+    LogIsLive,
+    LogIsTorn,
+    SchedulerLost,
+    WorkersLost,
+)
 
 STALL_SUSPECT_S = 60.0
 """The engine's own default of `stall_suspect_s`: what is open for longer is no longer in flight."""
@@ -70,7 +79,7 @@ class Wait(msgspec.Struct, frozen=True):
         begun: whether the workers were told of it.
         failed: whether a failure of it was reported.
         overdue: whether it waited for longer than work in flight does.
-        blind: why the log cannot show what happened here; empty if it can.
+        blind: why the log cannot show what happened here; None if it can.
     """
 
     what: What
@@ -88,7 +97,7 @@ class Wait(msgspec.Struct, frozen=True):
     failed: bool
     quarantined: bool
     overdue: bool
-    blind: str
+    blind: Doubt | None
     chain: EventList
 
     @property
@@ -111,7 +120,48 @@ class Wait(msgspec.Struct, frozen=True):
     @property
     def sort(self) -> tuple[Hashable, ...]:
         """What it has in common with the waits that one finding tells together with it."""
-        return self.what, self.begun, self.quarantined, self.ranks, self.in_time, bool(self.blind)
+        return self.what, self.begun, self.quarantined, self.ranks, self.in_time, self.blind is not None
+
+    def doing(self, *states: Doing) -> list[RankView]:
+        """Return the missing ranks that were last seen in one of `states`."""
+        return [view for view in self.missing if view.doing in states]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a request ended while its work was open.
+
+    Attributes:
+        after_ns: how long after the work had begun, in nanoseconds; None if that is not known.
+    """
+
+    event: RequestEnd
+    after_ns: int | None
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """What the facts of a finding hold of a job, load, send or recv that is open.
+
+    Attributes:
+        number: the id of the job or load; -1 for a transfer.
+        transfer: the id of the transfer; empty for a job or load.
+        since_seq: the event with which it began.
+        open_ns: for how long, in nanoseconds.
+        begun: whether it was given to the workers.
+        missing: what is known of each rank that has not answered.
+        ended: how its request ended meanwhile; None if it did not.
+    """
+
+    what: What
+    number: int
+    transfer: str
+    request: str
+    generation: int
+    since_seq: int
+    open_ns: int
+    begun: bool
+    quarantined: bool
+    missing: tuple[RankView, ...]
+    ended: Ended | None
 
     def doing(self, *states: Doing) -> list[RankView]:
         """Return the missing ranks that were last seen in one of `states`."""
@@ -129,50 +179,22 @@ def waits(history: History, end: End) -> list[Wait]:
     return sorted(found, key=lambda wait: wait.since_seq)
 
 
-def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, str]:
+def certainty(end: End, waits: Iterable[Wait]) -> tuple[Certainty, Doubt | None]:
     """Return how certain it is that this work never ends, and if it is not proven, why not."""
     waits = list(waits)
-    blind = next((wait.blind for wait in waits if wait.blind), "")
-    if blind:
+    blind = next((wait.blind for wait in waits if wait.blind is not None), None)
+    if blind is not None:
         return "undecidable", blind
     if end.disagrees_after is not None:
-        return "undecidable", (
-            f"this file and today's code disagree at event {end.disagrees_after}; `kvledger replay --check` shows where"
-        )
+        return "undecidable", CodeDisagrees(seq=end.disagrees_after)
     in_time = next((wait for wait in waits if wait.in_time), None)
     if in_time is not None:
-        return "suspected", (
-            f"the engine gives {in_time.name} up by itself after {words.span(in_time.deadline_ns)}, and the log ends "
-            "before"
+        return "suspected", GivesUpByItself(
+            what=in_time.what, transfer=in_time.transfer, deadline_ns=in_time.deadline_ns
         )
     if end.how == "closed":
-        return "proven", ""
-    return "suspected", {
-        "torn": "the log ends torn, and what the engine did next is not in it; only the logs of the workers would tell",
-        "live": "the log is still being written; replay it again later",
-        "as_of": "the log goes on after this moment; replay it without --until",
-    }.get(end.how, "")
-
-
-def likewise(number: int, what: str) -> str:
-    """Return how a title ends that tells the first of several alike, of which `number` are left."""
-    return f"; {words.plural(number, 'more ' + what)} likewise" if number else ""
-
-
-def describe(view: RankView, waited: str) -> str:
-    """Return what a missing rank was last seen doing, as a sentence. `waited` is what it owes: `job 3`."""
-    last = view.last
-    if isinstance(last, ev.TransferStarted):
-        to = f" with {last.peer}" if last.peer else ""
-        call = words.call_of_its_rank(last.op, last.transfer, last.rank)
-        return f"rank {view.rank} began {call}{to} at event {last.seq}, and no return of it is in this log"
-    if isinstance(last, ev.TransferFinished):
-        how = f"raised {last.exception}" if last.exception else f"ended {last.outcome}"
-        call = words.call(last.op, last.transfer, view.rank)
-        return f"{call} {how} at event {last.seq}, and no report of {waited} is in this log after it"
-    if view.doing == "unknown":
-        return f"what rank {view.rank} did is not recorded"
-    return f"nothing of rank {view.rank} for {waited} is in this log"
+        return "proven", None
+    return "suspected", LogIsLive() if end.how == "live" else LogGoesOn() if end.how == "as_of" else LogIsTorn()
 
 
 def evidence(wait: Wait) -> list[ev.Event]:
@@ -215,14 +237,9 @@ def blocked_requests(history: History, end: End) -> dict[str, Blocked]:
     return blocked
 
 
-def waiting_behind(blocked: dict[str, Blocked]) -> tuple[str, ...]:
-    """Return who waits to run at the end, and for how long: what a finding about held blocks says of its impact."""
-    if not blocked:
-        return ()
-    longest = words.span(max(each.waited_ns for each in blocked.values()))
-    if len(blocked) == 1:
-        return (f"request {next(iter(blocked))} had waited to run for {longest}",)
-    return (f"{len(blocked):,} requests had waited to run, one of them for {longest}",)
+def longest_wait_ns(blocked: dict[str, Blocked]) -> int:
+    """Return for how long the first of these requests has waited to run, in nanoseconds; 0 if there are none."""
+    return max((each.waited_ns for each in blocked.values()), default=0)
 
 
 def last_events(blocked: dict[str, Blocked]) -> list[ev.Event]:
@@ -236,19 +253,34 @@ def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev
     return tuple(found[seq] for seq in sorted(found))
 
 
-def ended_request(history: History, wait: Wait) -> tuple[ev.Event, str] | None:
-    """Return how the request of a job, load or recv ended while that was open, and that in words; None if it did not.
+def request_end(history: History, wait: Wait) -> Ended | None:
+    """Return how the request of a job, load or recv ended while that was open; None if it did not.
 
     An id may have come back since.
     """
-    ended = history.request_end_while_open.get(
+    event = history.request_end_while_open.get(
         ("transfer", wait.transfer) if wait.transfer else (wait.what, wait.number)
     )
-    if ended is None:
+    if event is None:
         return None
-    verb = "was aborted" if isinstance(ended, ev.RequestAborted) else "ended"
-    after = f" after {words.span(ended.mono_ns - wait.chain[0].mono_ns)}" if wait.chain else ""
-    return ended, f"{verb}{after}"
+    return Ended(event, event.mono_ns - wait.chain[0].mono_ns if wait.chain else None)
+
+
+def waiting(history: History, wait: Wait) -> Waiting:
+    """Return what the wording needs of a wait."""
+    return Waiting(
+        what=wait.what,
+        number=wait.number,
+        transfer=wait.transfer,
+        request=wait.request,
+        generation=wait.generation,
+        since_seq=wait.since_seq,
+        open_ns=wait.open_ns,
+        begun=wait.begun,
+        quarantined=wait.quarantined,
+        missing=wait.missing,
+        ended=request_end(history, wait),
+    )
 
 
 def never_answered(history: History, opened: Sequence[Wait]) -> list[Wait]:
@@ -257,7 +289,7 @@ def never_answered(history: History, opened: Sequence[Wait]) -> list[Wait]:
     Ranks that are inside a call, or whose call failed, are left out: that call, and no system, is why they do not
     answer. And there are none if the log has lost events among which answers may be.
     """
-    if lost_answers(history):
+    if lost_answers(history) is not None:
         return []
     called = {view.rank for wait in opened for view in wait.missing if view.doing == "in_call" or view.failed}
     alike: dict[tuple[int, ...], list[Wait]] = {}
@@ -270,10 +302,10 @@ def never_answered(history: History, opened: Sequence[Wait]) -> list[Wait]:
     return [wait for group in alike.values() if len(group) > 1 for wait in group]
 
 
-def lost_answers(history: History) -> str:
-    """Return why an answer may have reached the scheduler that is not in this log; empty if none can have."""
+def lost_answers(history: History) -> AnswersLost | None:
+    """Return why an answer may have reached the scheduler that is not in this log; None if none can have."""
     lost = history.lost_since(0)
-    return f"{ev.lost_at(lost)}, answers perhaps too" if lost is not None else ""
+    return AnswersLost(gap=lost) if lost is not None else None
 
 
 def report_is_lost(history: History, end: End, view: RankView) -> bool:
@@ -446,14 +478,13 @@ def _view(history: History, chain: Sequence[ev.Event], rank: int, since_seq: int
     return RankView(rank, "unknown" if hidden else "silent")
 
 
-def _blind(history: History, since_seq: int, missing: Sequence[int]) -> str:
+def _blind(history: History, since_seq: int, missing: Sequence[int]) -> Doubt | None:
     origins = {f"rank {rank}" for rank in missing} | {"workers"}
     for gap in history.gaps:
         if gap.seq <= since_seq:
             continue
-        lost = ev.lost_at(gap)
         if gap.origin == ev.SCHEDULER and not history.restored_after(gap.seq):
-            return lost
+            return SchedulerLost(gap=gap)
         if gap.origin in origins:
-            return f"{lost}, so what {words.ranks(missing)} did is not known; the log of that worker would decide"
-    return ""
+            return WorkersLost(gap=gap, ranks=tuple(missing))
+    return None

@@ -23,7 +23,7 @@ from ledger.demo import incidents
 from ledger.file.database import Database
 from ledger.replay.select import Moment
 from ledger.report.layout import WIDTH
-from ledger.verdicts.base import PUBLIC_FIELDS
+from ledger.report.wording.say import PUBLIC_FIELDS
 from tests.incidents.script import Script, save
 from tests.support.log_files import changed
 

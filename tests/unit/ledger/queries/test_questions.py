@@ -639,7 +639,7 @@ def test_a_log_with_gaps_is_not_called_healthy_as_a_whole(
     assert cli.run(["replay", str(log.closes().save(tmp_path / "a.db"))]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"Nothing wrong was found in what is left; lost: {told}.\n")
-    assert "Story in numbers, each of them at least\n" in out
+    assert "The run in numbers, each of them at least\n" in out
 
 
 def test_a_moment_before_the_first_event_is_not_an_empty_log(

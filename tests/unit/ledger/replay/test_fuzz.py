@@ -15,6 +15,7 @@ from ledger.replay.join import join
 from ledger.replay.select import Interest, Watch
 from ledger.report import data as report_data
 from ledger.report import page as report
+from ledger.report.wording import public
 from tests.incidents.corpus import INCIDENTS
 
 LOGS = [events for incident in INCIDENTS for events in incident.logs().values()]
@@ -50,7 +51,7 @@ def test_no_log_makes_the_fold_or_a_verdict_fail(events: list[ev.AnyEvent], endi
     for finding in result.findings:
         assert set(finding.evidence) <= places
         assert finding.certainty in {"proven", "suspected", "undecidable"}
-        assert msgspec.json.encode(finding.public())
+        assert msgspec.json.encode(public(finding))
 
 
 @given(mangled(), mangled())

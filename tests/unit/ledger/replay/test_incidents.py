@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger.replay.incidents import CERTAINTIES, Incident, gravest, grouped
-from ledger.verdicts.base import Finding
+from ledger.verdicts import all_kinds
+from ledger.verdicts.base import Facts, Finding
 from tests.incidents.corpus import INCIDENTS
 from tools.scoring.common import replay_together
 
 
 def finding(kind: str, *, seq: int = 1, transfers: tuple[str, ...] = (), **fields: Any) -> Finding:
     """A finding of which only matters what it is about."""
-    told: dict[str, Any] = {"certainty": "proven", "title": kind, "since_seq": seq, "lead_seq": seq, **fields}
-    return Finding(kind=kind, facts={"transfers": transfers} if transfers else {}, **told)
+    about: dict[str, Any] = {"certainty": "proven", "since_seq": seq, "lead_seq": seq, "transfers": transfers, **fields}
+    return Finding(of=all_kinds()[kind], facts=Facts(), **about)
 
 
 def stories(*found: Finding) -> list[tuple[list[str], str]]:
@@ -73,8 +74,8 @@ def test_blocks_that_were_freed_twice_and_then_poisoned_are_one_incident():
 
 def test_jobs_whose_blocks_were_given_away_by_one_cause_are_one_incident_led_by_the_most_certain():
     found = (
-        finding("poison", jobs=(6,), cause="unpinned", certainty="suspected", title="first"),
-        finding("poison", jobs=(12,), cause="unpinned", title="second"),
+        finding("poison", jobs=(6,), cause="unpinned", certainty="suspected"),
+        finding("poison", jobs=(12,), cause="unpinned"),
     )
     assert grouped([(0, each) for each in found]) == [Incident((0, 1), 1)]
 

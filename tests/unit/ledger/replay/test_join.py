@@ -9,6 +9,7 @@ from ledger import events as ev
 from ledger.cli import commands as cli
 from ledger.replay.fold import Result, replay
 from ledger.replay.join import join
+from ledger.report.wording import say
 from ledger.state.apply import State
 from tests.incidents.corpus import INCIDENTS
 from tests.incidents.script import Script
@@ -68,7 +69,7 @@ def test_what_only_the_clocks_order_is_marked_and_what_the_events_order_is_not()
 
 def test_the_findings_of_one_side_say_what_the_other_side_knows():
     logs = BY_ID["S4"].logs()
-    told = {finding.kind: finding.culprit for _, finding in joined(logs["prefill"], logs["decode"]).findings}
+    told = {finding.kind: say(finding).culprit for _, finding in joined(logs["prefill"], logs["decode"]).findings}
     assert "prefill was not asked for it, as far as its log goes, and let it expire" in told["stall"]
     assert "decode failed to pull it: PEER_UNREACHABLE" in told["leak"]
 
@@ -76,7 +77,7 @@ def test_the_findings_of_one_side_say_what_the_other_side_knows():
 def test_a_side_that_knows_nothing_of_a_transfer_is_told():
     logs = BY_ID["S11"].logs()
     (_, leak), *_ = joined(logs["prefill"], logs["decode"]).findings
-    assert "the decode engine decode knows nothing of transfer x1" in leak.culprit
+    assert "the decode engine decode knows nothing of transfer x1" in say(leak).culprit
 
 
 def without(events: list[ev.AnyEvent], *kinds: type[ev.Event]) -> list[ev.AnyEvent]:
@@ -116,7 +117,7 @@ def without(events: list[ev.AnyEvent], *kinds: type[ev.Event]) -> list[ev.AnyEve
 def test_what_a_log_with_a_gap_does_not_have_is_not_said_to_have_not_been(kinds: tuple[type[ev.Event], ...], said: str):
     logs = BY_ID["S4"].logs()
     events = without(logs["prefill"], *kinds)
-    told = [finding.culprit for log, finding in joined(events, logs["decode"]).findings if log == 1]
+    told = [say(finding).culprit for log, finding in joined(events, logs["decode"]).findings if log == 1]
     assert told
     assert all(said in culprit for culprit in told)
     assert not any(claim in culprit for culprit in told for claim in ("not computed", "knows nothing", "was not asked"))
@@ -126,7 +127,7 @@ def test_a_log_that_has_lost_on_which_side_of_a_transfer_it_was_calls_no_other_e
     logs = BY_ID["S4"].logs()
     decode = without(logs["decode"], ev.RecvRegistered, ev.PeersNamed, ev.PeerSettled, ev.RecvFailed, ev.RecvSettled)
     prefill = without(logs["prefill"], ev.SendRegistered, ev.SendReady, ev.RankSent, ev.SendExpired)
-    told = [finding.culprit for log, finding in joined(prefill, decode).findings if log == 1]
+    told = [say(finding).culprit for log, finding in joined(prefill, decode).findings if log == 1]
     assert told
     assert not any("decode engine prefill" in culprit for culprit in told)
 
@@ -143,8 +144,8 @@ def test_a_decode_engine_whose_log_has_a_gap_is_not_said_to_wait_still():
     events = without(decode.events, ev.PeerSettled, ev.RecvSettled)
     ((_, leak), *_) = joined(prefill.closes().events, events).findings
     assert leak.kind == "leak"
-    assert "still waits" not in leak.culprit
-    assert "are lost at event" in leak.culprit
+    assert "still waits" not in say(leak).culprit
+    assert "are lost at event" in say(leak).culprit
 
 
 def test_a_push_that_failed_on_the_other_side_is_the_culprit():
@@ -162,7 +163,7 @@ def test_a_push_that_failed_on_the_other_side_is_the_culprit():
     decode.passes(600)
     (_, stall), *_ = [each for each in joined(prefill.events, decode.closes().events).findings if each[0] == 1]
     assert stall.kind == "stall"
-    assert "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1)" in stall.culprit
+    assert "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1)" in say(stall).culprit
 
 
 @pytest.mark.parametrize("end", ["sent", "open", "failed"])
@@ -192,8 +193,8 @@ def test_a_push_that_was_repeated_is_told_by_its_last_call_and_the_event_of_that
         "open": "the prefill engine prefill began to push and did not end",
         "failed": "the push of rank 0 ended failed: TRANSFER_FAILED (raw -1) (event 12 of 0.db)",
     }
-    assert said[end] in stall.culprit
-    assert end == "failed" or "failed" not in stall.culprit
+    assert said[end] in say(stall).culprit
+    assert end == "failed" or "failed" not in say(stall).culprit
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3600.0, -3600.0])
@@ -231,7 +232,7 @@ def missed_and_put(*, put_s: float, outcome: str = "ok") -> str:
     writer.saves(0, "Z", blocks=(1, 2))
     writer.ends(writer.put_begins(0, keys=("k0", "k1")), outcome)
     ((_, finding),) = joined(reader.closes().events, writer.closes().events).findings
-    return finding.culprit
+    return say(finding).culprit
 
 
 def test_of_a_put_in_another_log_only_the_clocks_say_when_it_was():
@@ -261,7 +262,7 @@ def test_a_key_that_was_put_again_later_is_told_by_the_put_before_it_was_missed(
         reader.answers(load, 0, "failed", code="BLOCK_NOT_FOUND", raw="-704", stage="STORE_GET")
     ((_, finding),) = joined(reader.closes().events, writer.closes().events).findings
     assert finding.elsewhere == ((1, 0),)
-    assert "job 0 of engine writer put 1 of these 2 keys (k0)" in finding.culprit
+    assert "job 0 of engine writer put 1 of these 2 keys (k0)" in say(finding).culprit
 
 
 def test_an_engine_that_is_never_on_that_side_is_not_said_to_know_nothing():
@@ -273,8 +274,8 @@ def test_an_engine_that_is_never_on_that_side_is_not_said_to_know_nothing():
     prefill.rank_sent(transfer="x1", request="P-R", rank=0, outcome="expired")
     prefill.send_expired(transfer="x1", request="P-R", expired_ranks=((0, 0),))
     (_, leak), *_ = joined(prefill.closes().events, other.closes().events, decode.closes().events).findings
-    assert "the decode engine decode knows nothing of transfer x1" in leak.culprit
-    assert "other" not in leak.culprit.replace("nobody", "")
+    assert "the decode engine decode knows nothing of transfer x1" in say(leak).culprit
+    assert "other" not in say(leak).culprit.replace("nobody", "")
 
 
 def failed_pull(prefill: str) -> Script:
@@ -303,8 +304,8 @@ def test_only_the_prefill_that_was_asked_may_know_nothing_of_a_transfer(asked: s
     logs = [failed_pull(asked)] + [Script(name, role="kv_producer").closes() for name in ("here", "beside")]
     ((_, failed),) = joined(*(log.events for log in logs)).findings
     assert failed.kind == "load_failed"
-    assert said in failed.culprit
-    assert "beside" not in failed.culprit
+    assert said in say(failed).culprit
+    assert "beside" not in say(failed).culprit
 
 
 def test_of_several_transfers_in_a_finding_the_one_that_the_other_log_knows_is_told():
@@ -321,13 +322,13 @@ def test_of_several_transfers_in_a_finding_the_one_that_the_other_log_knows_is_t
     decode.receives("x2", "R", blocks=(30, 37))
     leaks = [each for _, each in joined(prefill.closes().events, decode.events).findings if each.kind == "leak"]
     (leak,) = [each for each in leaks if "P-2" in each.requests]
-    assert "the decode engine decode still waits for it" in leak.culprit
+    assert "the decode engine decode still waits for it" in say(leak).culprit
 
 
 def test_of_several_engines_of_a_side_the_one_that_knows_a_transfer_speaks():
     logs = BY_ID["S4"].logs()
     idle = Script("idle").closes().events
-    told = {finding.kind: finding.culprit for _, finding in joined(logs["prefill"], logs["decode"], idle).findings}
+    told = {finding.kind: say(finding).culprit for _, finding in joined(logs["prefill"], logs["decode"], idle).findings}
     assert "idle" not in told["leak"]
     assert "idle" not in told["stall"]
 

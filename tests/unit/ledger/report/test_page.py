@@ -99,11 +99,15 @@ def test_each_incident_has_one_culprit_and_one_thing_to_do(cases: dict[str, Case
 
 def test_what_came_of_a_cause_is_told_with_it_in_short(cases: dict[str, Case]):
     said = one_line(cases["S2"])
-    assert said.count("Beside LEAK (proven)") == 2  # both jobs had begun before
-    assert "store job 2 of request R holds its blocks: its report of rank 0 was counted for job 3 (event 33)" in said
+    assert said.count("Also LEAK (proven)") == 2  # both jobs had begun before
+    assert "store job 2 of request R holds its blocks: its report from rank 0 was counted for job 3 (event 33)" in said
     assert "store job 3 of request R holds its blocks: the report of job 2 was counted for it (event 33)" in said
     said = one_line(cases["S6"])
-    assert said.index("EARLY_FREE") < said.index("Before LOAD_FAILED (proven)") < said.index("Then POISON (suspected)")
+    assert (
+        said.index("EARLY_FREE")
+        < said.index("Preceded by LOAD_FAILED (proven)")
+        < said.index("Led to POISON (suspected)")
+    )
 
 
 def poisoned(jobs: int) -> Script:
@@ -131,7 +135,7 @@ def test_many_findings_of_one_incident_are_told_as_a_few_and_a_count(tmp_path: P
     assert len(case.findings) == 61
     said = one_line(case)
     assert said.count("Also POISON (proven): ") == 8
-    assert "Also 51 poison (proven), which are not told one by one here; --json names all" in said
+    assert "Also 51 poison (proven), which are not shown one by one here; --json names all" in said
     assert "The same for the keys of the 59 jobs 1-59: add `--job 1 --job 2 " in said
     assert "LEAK (proven): store job 60" in said
     assert len(lines(case)) < 200
@@ -143,7 +147,7 @@ def test_incidents_are_data_too_and_the_findings_stay_as_they_are(cases: dict[st
     assert [finding["kind"] for finding in data["findings"]] == ["unreported_failure", "stall", "leak", "late_event"]
     (incident,) = data["story"]["incidents"]
     assert (incident["findings"], incident["cause"], incident["after"]) == ([0, 1, 2, 3], 0, [1, 2, 3])
-    assert incident["do_next"].startswith("On engine decode: See whether prefill engine prefill lives")
+    assert incident["do_next"].startswith("On engine decode: Check that prefill engine prefill is up")
     assert incident["impact"].startswith("request R was aborted after 5 min 02 s without its KV")
 
 
@@ -264,7 +268,7 @@ def test_of_many_blocks_an_event_shows_those_that_the_incident_is_about(tmp_path
         ("S4", "request R was aborted after 5 min 02 s without its KV"),
         ("S4", "8 of 99 blocks of engine decode were still held when the engine shut down"),
         ("S9", "no request failed: all 3 were recomputed, which costs time only"),
-        ("S11", "are free again; it is over: nothing of it is open at the end"),
+        ("S11", "are free again; it is over: nothing is left open at the end"),
         ("S13", "8 of 99 blocks of engine writer were held when the log ends"),
         ("S10", "request R was sent back to be recomputed, and had not ended when the log did"),
         ("S12", "what is sent as x1 after event 11 may be KV of another request"),
@@ -334,9 +338,9 @@ def test_the_logs_of_two_boots_of_one_engine_are_told_apart_by_their_boots(tmp_p
 
 def test_an_answer_that_was_ignored_is_not_said_to_be_missing(cases: dict[str, Case]):
     said = one_line(cases["S4"])
-    assert "no answer of rank 0" not in said
-    assert "the answer of rank 0 came late, at event 8, and was ignored" in said
-    assert "a failed result of rank 0 for x1, LOAD_TIMEOUT" in said
+    assert "no answer from rank 0" not in said
+    assert "the answer from rank 0 came late, at event 8, and was ignored" in said
+    assert "a failed result from rank 0 for x1, LOAD_TIMEOUT" in said
     assert "failed before asking" not in said  # the decode's log shows that it asked
 
 
@@ -351,7 +355,7 @@ def test_one_time_line_has_what_ended_the_request_in_its_place(cases: dict[str, 
 
 def test_the_refused_report_of_the_job_itself_is_among_the_events(cases: dict[str, Case]):
     said = one_line(cases["S2"])
-    assert "Refused event 37, which the book does not accept: rank_reported_twice" in said
+    assert "Refused event 37, which the state does not accept: rank_reported_twice" in said
     evidence = said.split(" Evidence ")[1]
     assert evidence.count("rank 0 reported job 3: stored") == 2
     assert "rank 0 reported job 3: stored; the book refused this" in evidence
@@ -360,8 +364,8 @@ def test_the_refused_report_of_the_job_itself_is_among_the_events(cases: dict[st
 
 def test_nothing_is_said_to_follow_that_is_only_known_to_be_beside(cases: dict[str, Case]):
     said = one_line(cases["S13"])
-    assert "Beside LOAD_FAILED (proven)" in said
-    assert "Then" not in said.split(" Incidents,")[1].split(" Concerns ")[0]
+    assert "Also LOAD_FAILED (proven)" in said
+    assert "Led to" not in said.split(" Incidents,")[1].split(" Concerns ")[0]
     assert "8 of these 8 keys" in said
 
 
@@ -383,7 +387,7 @@ def test_a_silence_before_the_last_event_is_told(cases: dict[str, Case]):
 def test_two_durations_have_no_median_and_equal_ones_no_maximum(cases: dict[str, Case]):
     for name in EVERY_ID:
         assert not re.search(r"\b([\d.]+ m?s) at the median, \1 at most", one_line(cases[name]))
-    assert "1 more without a return in this log" in one_line(cases["S13"])
+    assert "1 more still open when the log ends" in one_line(cases["S13"])
 
 
 def test_the_median_of_an_even_number_of_durations_lies_between_the_two_in_the_middle():

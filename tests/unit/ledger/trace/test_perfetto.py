@@ -19,6 +19,7 @@ from ledger import events as ev
 from ledger.cli import commands as cli
 from ledger.demo import incidents
 from ledger.replay.fold import replay
+from ledger.report.wording import public, say
 from ledger.state.apply import State
 from ledger.trace.builder import TraceBuilder
 from ledger.trace.clock import axis
@@ -335,8 +336,8 @@ def test_findings_stand_at_their_first_event_with_culprit_and_advice(tmp_path: P
     found = next(each for each in trace.marked("findings") if each.args["kind"] == finding.kind)
     since = next(event for event in log.events if event.seq == finding.since_seq)
     assert found.begin_ns == since.ts_ns
-    assert (found.args["title"], found.args["certainty"]) == (finding.title, finding.certainty)
-    assert (found.args["culprit"], found.args["advice"]) == (finding.public()["culprit"], finding.public()["advice"])
+    assert (found.args["title"], found.args["certainty"]) == (say(finding).title, finding.certainty)
+    assert (found.args["culprit"], found.args["advice"]) == (public(finding)["culprit"], public(finding)["advice"])
     assert torn.kind == "torn_log"
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from ledger import events as ev
 from ledger.replay.fold import Replay, Result, replay
+from ledger.report.wording import say
 from ledger.verdicts.base import Finding
 from ledger.verdicts.retry_loop import RetryLoop
 from tests.incidents.script import Script
@@ -95,7 +96,7 @@ def test_where_evidence_of_the_rank_is_lost_a_later_get_may_have_made_the_failur
     gap = log.gap(origin=origin, dropped=2, reason="the queue was full")
     finding = only(replay(moved(log.closes().events, [gap], after)))
     assert (finding.kind, finding.certainty) == ("unreported_failure", "undecidable")
-    assert "a later get that went well may be among them" in finding.doubt
+    assert "a later get that went well may be among them" in say(finding).doubt
 
 
 def test_evidence_that_another_rank_lost_clears_nobody():
@@ -136,9 +137,11 @@ def test_failures_that_a_rank_swallows_again_and_again_are_one_finding_that_coun
         log.finishes(f"Q{load}")
     few, many = sorted(replay(log.closes().events).findings, key=lambda finding: finding.ranks)
     assert (few.certainty, few.ranks, many.ranks) == ("proven", (0,), (1,))
-    assert few.title.endswith("; 299 more loads likewise")
-    assert many.title.endswith("; 599 more loads likewise")
-    assert many.impact == ("the answers of these requests are unreliable: they went on with KV that did not arrive",)
+    assert say(few).title.endswith("; 299 more loads likewise")
+    assert say(many).title.endswith("; 599 more loads likewise")
+    assert say(many).impact == (
+        "the answers of these requests are unreliable: they went on with KV that did not arrive",
+    )
 
 
 # --- a key that is gone -----------------------------------------------------------------------------------------------
@@ -192,7 +195,7 @@ def put(outcome: str, *failed: str, unnamed: int = 0) -> Script:
 def test_only_a_put_that_ended_well_for_a_key_had_put_it(log: Script, kind: str):
     finding = only(replay(missed(log).closes().events))
     assert finding.kind == kind
-    assert ("had put the key" in finding.culprit) == (kind == "lost_store")
+    assert ("had put the key" in say(finding).culprit) == (kind == "lost_store")
 
 
 def test_a_key_that_failed_in_a_put_of_many_was_not_put():
@@ -208,9 +211,9 @@ def test_a_key_that_failed_in_a_put_of_many_was_not_put():
 def test_that_a_key_is_not_found_does_not_show_that_the_lookup_had_found_it():
     finding = only(replay(missed(Script(policy="recompute")).closes().events))
     assert (finding.kind, finding.certainty) == ("load_failed", "proven")
-    assert finding.culprit == "a key was not found at most 204.0 ms after the lookup had a hit"
-    assert finding.shown == "the lookup had a hit, and the load did not find the key"
-    assert "the lookup may not have asked for this one" in finding.inferred
+    assert say(finding).culprit == "a key was not found at most 204.0 ms after the lookup had a hit"
+    assert say(finding).shown == "the lookup had a hit, and the load did not find the key"
+    assert "the lookup may not have asked for this one" in say(finding).inferred
 
 
 def test_a_put_after_the_lookup_is_not_how_the_key_came_to_be_there():
@@ -243,7 +246,7 @@ def test_a_miss_that_the_scheduler_heard_of_late_is_not_told_as_one_after_the_le
     log.finishes("Q")
     finding = only(replay(log.closes().events))
     assert (finding.kind, finding.certainty) == ("lost_store", "suspected")
-    assert finding.culprit.endswith("and it was gone at most 8.00 s after the lookup had a hit")
+    assert say(finding).culprit.endswith("and it was gone at most 8.00 s after the lookup had a hit")
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -253,7 +256,7 @@ def test_ranks_that_may_have_loaded_among_lost_events_are_not_said_to_load_nothi
         log.gap(origin=ev.SCHEDULER, dropped=50_000, reason="the queue was full")
     for load in range(3):
         fails(log, load, f"R{load}", ranks=(1,))
-    assert ("always on rank 1" in only(replay(log.closes().events)).title) == (not lost)
+    assert ("always on rank 1" in say(only(replay(log.closes().events))).title) == (not lost)
 
 
 def test_a_wall_clock_that_was_set_back_does_not_make_the_lease_run_out():
@@ -264,7 +267,7 @@ def test_a_wall_clock_that_was_set_back_does_not_make_the_lease_run_out():
     ]
     finding = only(replay(events))
     assert (finding.kind, finding.certainty) == ("lost_store", "suspected")
-    assert "at most 8.00 s after" in finding.culprit
+    assert "at most 8.00 s after" in say(finding).culprit
 
 
 @pytest.mark.parametrize("seconds", [8, 3600])
@@ -279,7 +282,7 @@ def test_a_wall_clock_that_is_set_does_not_change_how_long_after_the_lookup_a_ke
         for event in log.events
     ]
     assert only(replay(events)).kind == kind
-    assert only(replay(events)).culprit == only(replay(log.events)).culprit
+    assert say(only(replay(events))).culprit == say(only(replay(log.events))).culprit
 
 
 # --- what is counted and what is kept ---------------------------------------------------------------------------------
@@ -309,7 +312,7 @@ def test_what_became_of_failed_loads_is_counted_beyond_those_that_are_kept():
     for load in range(3000):
         fails(log, load, f"R{load}")
     finding = only(replay(log.closes().events))
-    assert finding.impact == ("no request failed: all 3,000 were recomputed, which costs time only",)
+    assert say(finding).impact == ("no request failed: all 3,000 were recomputed, which costs time only",)
 
 
 def test_of_failed_loads_each_thing_that_became_of_their_requests_is_counted():
@@ -317,7 +320,7 @@ def test_of_failed_loads_each_thing_that_became_of_their_requests_is_counted():
     for load in range(600):
         fails(log, load, f"R{load}", ("recomputed", "failed", "aborted")[load % 3])
     finding = only(replay(log.closes().events))
-    assert finding.impact == (
+    assert say(finding).impact == (
         "of the requests of 600 failed loads: 200 recomputed, 200 ended with an error, 200 aborted",
     )
 
@@ -327,7 +330,7 @@ def test_loads_that_failed_on_other_ranks_than_those_that_are_kept_are_not_alway
         log = Script(policy="recompute", ranks=2)
         for load in range(600):
             fails(log, load, f"R{load}", ranks=last if load == 599 else (1,))
-        assert ("always on rank 1" in only(replay(log.closes().events)).title) == said
+        assert ("always on rank 1" in say(only(replay(log.closes().events))).title) == said
 
 
 @pytest.mark.parametrize("name", ["R", "R{}"])
@@ -351,5 +354,5 @@ def test_requests_that_go_round_are_counted_beyond_those_that_are_kept():
             load += 1
         log.finishes(f"R{number}")
     loop = next(each for each in replay(log.closes().events).findings if each.kind == "retry_loop")
-    assert "request R0 and 299 more requests was promised the same" in loop.title
-    assert "4 times" in loop.title
+    assert "request R0 and 299 more requests was promised the same" in say(loop).title
+    assert "4 times" in say(loop).title
