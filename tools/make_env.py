@@ -66,12 +66,13 @@ KINDS = {
     ),
 }
 
-# Debian package -> the shared library of it that Mooncake's wheel is linked with.
+# Debian package -> the shared library of it that Mooncake's wheel is linked with; the last, Playwright's driver.
 SHARED_LIBRARIES = {
     "libibverbs1": "libibverbs.so.1",
     "libnuma1": "libnuma.so.1",
     "librdmacm1": "librdmacm.so.1",
     "libcurl4": "libcurl.so.4",
+    "libatomic1": "libatomic.so.1",
 }
 
 
