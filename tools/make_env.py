@@ -34,6 +34,8 @@ class Kind:
 
     Attributes:
         beside: what tests put before the installed packages, each in its own folder under `beside/` of the environment.
+        compiles: whether bytecode is made at once. Else Python makes it as it goes; where it may not write any, each
+            start of an engine would compile vLLM anew, which takes 8 s.
     """
 
     folder: str
@@ -41,6 +43,7 @@ class Kind:
     cost: str
     on_failed_install: str = ""
     beside: tuple[Lock, ...] = ()
+    compiles: bool = False
     needs_system_packages: bool = False
 
     @property
@@ -54,20 +57,22 @@ KINDS = {
     "full": Kind(
         folder=".venv",
         lock=lock.FULL,
-        cost="about 4 GB and two minutes",
+        cost="about 5 GB and two minutes",
         on_failed_install="vLLM's CPU build needs the CPU build of torch. Where it was not found, set "
         "PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, as its install page names it.",
         beside=(lock.DATASETTE_ALPHA, lock.VLLM_NEXT),
+        compiles=True,
         needs_system_packages=True,
     ),
 }
 
-# Debian package -> the shared library of it that Mooncake's wheel is linked with.
+# Debian package -> the shared library of it that Mooncake's wheel is linked with; the last, Playwright's driver.
 SHARED_LIBRARIES = {
     "libibverbs1": "libibverbs.so.1",
     "libnuma1": "libnuma.so.1",
     "librdmacm1": "librdmacm.so.1",
     "libcurl4": "libcurl.so.4",
+    "libatomic1": "libatomic.so.1",
 }
 
 
@@ -120,8 +125,7 @@ def install(kind: Kind) -> None:
     settings = {
         **uv_tool.environment(),
         "VIRTUAL_ENV": str(folder),
-        # As pip does. Where Python may not write bytecode, each start of an engine would compile vLLM anew for 8 s.
-        "UV_COMPILE_BYTECODE": "1",
+        "UV_COMPILE_BYTECODE": str(int(kind.compiles)),
     }
 
     def run_uv(*arguments: str | Path, on_failure: str = "") -> None:
