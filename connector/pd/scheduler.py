@@ -73,7 +73,7 @@ OfTransfer: TypeAlias = PeersReport | LostReport | PeerReport | PushReport | Sen
 """A report of a transfer that should be open."""
 
 
-class Subject(TypedDict):
+class ReportSubject(TypedDict):
     """What the events of a rank's report begin with."""
 
     transfer: str
@@ -392,7 +392,7 @@ class LedgerMooncakeScheduler(MooncakeConnectorScheduler):
             ev.ReportIgnored, what=what, why=why, transfer=transfer, request=request, rank=rank, code=code
         )
 
-    def _subject(self, report: Report) -> Subject:
+    def _subject(self, report: Report) -> ReportSubject:
         """Return the fields that say whose report it is, with the names in the log for vLLM's ids."""
         return {
             "transfer": self._transfer(report.transfer),

@@ -39,7 +39,7 @@ COUNTED = ("kind", "source", "rank", "code")
 """Columns of `events` by which a person counts first."""
 
 
-class Facts(msgspec.Struct, frozen=True):
+class LogFacts(msgspec.Struct, frozen=True):
     """What is known of a log when its pages are made.
 
     Attributes:
@@ -62,12 +62,12 @@ class Facts(msgspec.Struct, frozen=True):
     findings: tuple[str, ...] | None = None
 
 
-def title(facts: Facts) -> str:
+def title(facts: LogFacts) -> str:
     """Return the title of a log's page."""
     return f"kvledger: {facts.source or facts.meta.get('engine', 'a log')}"
 
 
-def log_page(facts: Facts, queries: tuple[Query, ...], links: Links) -> Markup:
+def log_page(facts: LogFacts, queries: tuple[Query, ...], links: Links) -> Markup:
     """Return what stands at the top of a log's page: the log, what went wrong, and what can be asked."""
     parts = [Markup('<div class="kv-log">'), _facts(facts), _findings(facts, links)]
     if queries:
@@ -89,7 +89,7 @@ def log_page(facts: Facts, queries: tuple[Query, ...], links: Links) -> Markup:
     return Markup().join([*parts, Markup("</div>")])
 
 
-def _facts(facts: Facts) -> Markup:
+def _facts(facts: LogFacts) -> Markup:
     rows = [
         ("Engine", facts.opened.get("engine") or facts.meta.get("engine", "")),
         ("Boot", facts.opened.get("boot") or facts.meta.get("boot", "")),
@@ -115,7 +115,7 @@ _ENDS = {
 }
 
 
-def _span(facts: Facts) -> str:
+def _span(facts: LogFacts) -> str:
     number = words.plural(facts.events, "event")
     if not facts.first_ts_ns:
         return number
@@ -123,7 +123,7 @@ def _span(facts: Facts) -> str:
     return f"{number} in {length}, from {words.timestamp(facts.first_ts_ns)} to {words.timestamp(facts.last_ts_ns)}"
 
 
-def _findings(facts: Facts, links: Links) -> Markup:
+def _findings(facts: LogFacts, links: Links) -> Markup:
     if facts.findings is None:
         return Markup()
     if not facts.findings:

@@ -92,7 +92,7 @@ async def _read(datasette: Any, name: str) -> BrowsedLog:
     return msgspec.structs.replace(log, metadata=_metadata(log, facts, log.links(datasette, name)))
 
 
-def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]:
+def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.LogFacts]:
     """Return the names of the tables, and what is known of the log."""
 
     def rows(sql: str) -> list[Any]:
@@ -100,12 +100,12 @@ def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]
 
     tables = frozenset(name for (name,) in rows("SELECT name FROM sqlite_master WHERE type = 'table'"))
     if not {"events", "meta"} <= tables:
-        return tables, pages.Facts({}, {}, 0, 0, 0, "", "")
+        return tables, pages.LogFacts({}, {}, 0, 0, 0, "", "")
     first = rows("SELECT ts_ns, data FROM events ORDER BY seq LIMIT 1")
     last = rows("SELECT seq, ts_ns FROM events ORDER BY seq DESC LIMIT 1")
     seal = rows('SELECT source, "end" FROM seal') if "seal" in tables else []
     opened: dict[str, Any] = msgspec.json.decode(first[0][1]) if first else {}
-    return tables, pages.Facts(
+    return tables, pages.LogFacts(
         meta=dict(rows("SELECT key, value FROM meta")),
         opened=opened if opened.get("kind") == "log_opened" else {},
         events=last[0][0] if last else 0,
@@ -119,7 +119,7 @@ def _facts(connection: sqlite3.Connection) -> tuple[frozenset[str], pages.Facts]
     )
 
 
-def _metadata(log: BrowsedLog, facts: pages.Facts, links: Links) -> dict[str, Any]:
+def _metadata(log: BrowsedLog, facts: pages.LogFacts, links: Links) -> dict[str, Any]:
     """Return what Datasette calls the metadata of a database."""
     from ledger.browse.tables import meanings  # noqa: PLC0415 - SQLAlchemy takes 0.3 s, and is needed for logs alone
 

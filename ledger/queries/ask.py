@@ -13,7 +13,7 @@ from ledger.errors import LedgerFileError, NotInLog
 from ledger.file.database import write_log
 from ledger.file.publish import refuse_existing
 from ledger.file.read import gaps_of, open_log
-from ledger.queries.blame import Use, blame
+from ledger.queries.blame import BlockUse, blame
 from ledger.queries.blast_radius import BlastRadius, blast_radius
 from ledger.queries.diff import Diff, diff
 from ledger.queries.minimize import MAX_EVENTS, Minimal, minimize
@@ -36,7 +36,7 @@ def ask_why(path: Path, request: str, moment: Moment | None = None, progress: Pr
     return answer
 
 
-def ask_blame(path: Path, block: tuple[int, int], progress: Progress | None = None) -> list[Use]:
+def ask_blame(path: Path, block: tuple[int, int], progress: Progress | None = None) -> list[BlockUse]:
     """Return who owned, pinned, read and wrote a block of a log.
 
     Raises:

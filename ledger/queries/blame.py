@@ -12,7 +12,7 @@ from ledger import words
 from ledger.blocks import names
 
 
-class Use(msgspec.Struct, frozen=True):
+class BlockUse(msgspec.Struct, frozen=True):
     """One use of a block.
 
     Attributes:
@@ -28,7 +28,7 @@ class Use(msgspec.Struct, frozen=True):
     last: ev.AnyEvent | None = None
 
 
-def blame(events: Iterable[ev.AnyEvent], block: tuple[int, int]) -> list[Use]:
+def blame(events: Iterable[ev.AnyEvent], block: tuple[int, int]) -> list[BlockUse]:
     """Return who owned, pinned, read and wrote a block, by the beginning of each use.
 
     The log names owners only while open work names the block: what a request did with it otherwise is not recorded.
@@ -37,13 +37,13 @@ def blame(events: Iterable[ev.AnyEvent], block: tuple[int, int]) -> list[Use]:
         events: the events that concern the block, as `ledger.replay.select.Watch` collects them.
         block: its group and number.
     """
-    uses: list[Use] = []
+    uses: list[BlockUse] = []
     opened: dict[Hashable, int] = {}
     for event in events:
         begun = _begun(event) if _may_use(event, block) else None
         if begun is not None and not (event.about.step == "ends" and begun[0] in opened):
             opened[begun[0]] = len(uses)
-            uses.append(Use(begun[1], begun[2], event))
+            uses.append(BlockUse(begun[1], begun[2], event))
         place = opened.pop(_ended(event), None)
         if place is not None:
             uses[place] = msgspec.structs.replace(uses[place], last=event)

@@ -13,16 +13,15 @@ every load of the key counts.
 This file knows events and how to read them again; it prints nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from ledger import events as ev
 from ledger.blocks import expand
 from ledger.replay.fold import Replay
+from ledger.replay.join import ReadEvents
 from ledger.verdicts.poison import Poison
-
-ReadEvents = Callable[[], Iterable[ev.AnyEvent]]
 
 ROUNDS_LIMIT = 64
 """Rounds through the logs. Each follows wrong KV by one load; a chain that is longer is told as far as that."""

@@ -15,7 +15,7 @@ from ledger.file.read import open_log
 from ledger.file.verify import broken_seal
 from ledger.replay.fold import Replay, Result
 from ledger.replay.incidents import Incident, grouped
-from ledger.replay.join import Step, join
+from ledger.replay.join import TimelineStep, join
 from ledger.replay.select import Interest, Moment, Watch, check_known, events_until
 from ledger.state.apply import State
 from ledger.verdicts.base import Finding, Role
@@ -54,7 +54,7 @@ class Case(msgspec.Struct):
     logs: list[LogResult]
     interest: Interest
     findings: list[tuple[int, Finding]]
-    transfers: dict[str, list[Step]] = {}
+    transfers: dict[str, list[TimelineStep]] = {}
     incidents: list[Incident] = []
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ nothing.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from ledger.state.apply import State
 from ledger.state.records import Book
 from ledger.verdicts import all_verdicts
 from ledger.verdicts.base import Finding, Role, Verdict
-from ledger.verdicts.history import End, History
+from ledger.verdicts.history import End, History, See
 
 CHUNK_EVENTS = 2048
 """Events folded between two looks at progress and at the end: large enough that the looks cost nothing."""
@@ -39,7 +39,6 @@ KEPT_REFUSALS = 1000
 news."""
 
 Seen = TypeVar("Seen", bound=ev.Event)
-See = Callable[[Any], None]
 
 
 class Refusal(msgspec.Struct, frozen=True):

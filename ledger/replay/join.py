@@ -35,7 +35,7 @@ SIDES = {"send": "prefill", "recv": "decode"}
 """The side of a transfer that a log is on, by what its events are about."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class TimelineStep(msgspec.Struct, frozen=True):
     """An event of a joined time line.
 
     Attributes:
@@ -57,7 +57,7 @@ class Joined(msgspec.Struct):
     """
 
     findings: list[tuple[int, Finding]]
-    transfers: dict[str, list[Step]] = {}
+    transfers: dict[str, list[TimelineStep]] = {}
 
 
 Missed = tuple[str, int]
@@ -307,7 +307,7 @@ def _engine(log: _Log) -> str:
 # --- one time axis ----------------------------------------------------------------------------------------------------
 
 
-def merge(sides: Mapping[int, Sequence[ev.AnyEvent]], logs: Sequence["_Log"]) -> list[Step]:
+def merge(sides: Mapping[int, Sequence[ev.AnyEvent]], logs: Sequence["_Log"]) -> list[TimelineStep]:
     """Return the events of a transfer in several logs as one time line.
 
     Each log keeps its own order. Between logs, what had to come before what comes first; where that leaves a choice,
@@ -317,7 +317,7 @@ def merge(sides: Mapping[int, Sequence[ev.AnyEvent]], logs: Sequence["_Log"]) ->
     done = dict.fromkeys(sides, 0)
     # What is known to have happened before the event that was placed last, as the number of events of each log.
     knows: dict[int, dict[int, int]] = {index: dict.fromkeys(sides, 0) for index in sides}
-    steps: list[Step] = []
+    steps: list[TimelineStep] = []
     while any(done[index] < len(events) for index, events in sides.items()):
         heads = [index for index, events in sides.items() if done[index] < len(events)]
         ready = [
@@ -332,7 +332,7 @@ def merge(sides: Mapping[int, Sequence[ev.AnyEvent]], logs: Sequence["_Log"]) ->
                 known[log] = max(known[log], reached)
         previous = steps[-1].log if steps else chosen
         by_clock = previous != chosen and known[previous] < done[previous]
-        steps.append(Step(chosen, sides[chosen][done[chosen]], by_clock))
+        steps.append(TimelineStep(chosen, sides[chosen][done[chosen]], by_clock))
         done[chosen] += 1
     return steps
 

@@ -10,7 +10,7 @@ import msgspec
 
 from ledger import events as ev
 from ledger import words
-from ledger.queries.blame import Use
+from ledger.queries.blame import BlockUse
 from ledger.queries.blast_radius import BlastRadius
 from ledger.queries.diff import Diff
 from ledger.queries.why import Why
@@ -52,7 +52,7 @@ def _step(finding: Finding) -> str:
     return f"The same for the keys of job {step.job}." if isinstance(step, SameForJob) else step
 
 
-def blame_lines(block: tuple[int, int], uses: Sequence[Use], width: int = WIDTH) -> Iterator[str]:
+def blame_lines(block: tuple[int, int], uses: Sequence[BlockUse], width: int = WIDTH) -> Iterator[str]:
     """Yield who used a block."""
     page = Page(width)
     yield f"Block {block[0]}:{block[1]}: {words.plural(len(uses), 'use')} on record"
@@ -62,7 +62,7 @@ def blame_lines(block: tuple[int, int], uses: Sequence[Use], width: int = WIDTH)
         yield "  No job, load or transfer of this log names it."
 
 
-def _when(use: Use) -> str:
+def _when(use: BlockUse) -> str:
     if use.last is None:
         return f"from event {use.first.seq} on ({words.clock(use.first.ts_ns)})"
     if use.last is use.first:

@@ -13,7 +13,7 @@ from ledger import words
 from ledger.blocks import Blocks, count, of_pairs, to_ranges
 from ledger.replay.case import Case
 from ledger.replay.incidents import Incident
-from ledger.replay.join import Step
+from ledger.replay.join import TimelineStep
 from ledger.report.impact import engine, impact
 from ledger.report.layout import Page
 from ledger.report.wording import SameForJob, say
@@ -314,7 +314,7 @@ def _about(event: ev.Event, numbers: set[int]) -> tuple[ev.Event, str]:
     return msgspec.structs.replace(event, blocks=of_pairs(sorted(about))), f" (and {left_out} more)"
 
 
-def transfer_section(transfer: str, steps: Sequence[Step], page: Page) -> Iterator[str]:
+def transfer_section(transfer: str, steps: Sequence[TimelineStep], page: Page) -> Iterator[str]:
     """Yield both sides of a transfer on one time axis."""
     yield from page.wrap("", f"Transfer {transfer} in all logs")
     yield from page.wrap("  ", "The first number of a line is that of its log.")

@@ -15,7 +15,7 @@ from ledger import events as ev
 from ledger.state import log, pd, requests, store
 from ledger.state.projection import Projection
 
-_RULES = {**requests.RULES, **store.RULES, **pd.RULES, **log.RULES}
+_RULES = {**requests.HANDLERS, **store.HANDLERS, **pd.HANDLERS, **log.HANDLERS}
 
 
 class State(Projection):

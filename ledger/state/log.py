@@ -4,13 +4,13 @@ This file knows events and the book.
 """
 
 from ledger import events as ev
+from ledger.state.handlers import Handlers
 from ledger.state.projection import Projection
-from ledger.state.rules import Rules
 
-RULES = Rules()
+HANDLERS = Handlers()
 
 
-@RULES.on(ev.InvariantViolated)
+@HANDLERS.on(ev.InvariantViolated)
 def _invariant_violated(state: Projection, event: ev.InvariantViolated) -> None:
     state.book.violations += 1
     job = state.book.jobs.get(event.job)
@@ -22,7 +22,7 @@ def _invariant_violated(state: Projection, event: ev.InvariantViolated) -> None:
             opened.quarantined = True
 
 
-@RULES.on(ev.StallSuspected)
+@HANDLERS.on(ev.StallSuspected)
 def _stall_suspected(state: Projection, event: ev.StallSuspected) -> None:
     book = state.book
     opened = book.jobs.get(event.job) or book.loads.get(event.load)

@@ -16,11 +16,11 @@ from ledger.blocks import NULL_BLOCK, expand, from_ranges, spoken, to_ranges
 from ledger.errors import Refused
 from ledger.state import invariants as inv
 from ledger.state.counts import count_down, count_up
+from ledger.state.handlers import Handlers
 from ledger.state.projection import Projection
 from ledger.state.records import Recv, Send
-from ledger.state.rules import Rules
 
-RULES = Rules()
+HANDLERS = Handlers()
 
 KNOWN_PREFILLS = 64
 """Prefill engines whose workers are remembered. A decode engine talks to a few at a time; each restart is a new one."""
@@ -28,7 +28,7 @@ KNOWN_PREFILLS = 64
 # --- sends ----------------------------------------------------------------------------------------------------------
 
 
-@RULES.on(ev.SendRegistered)
+@HANDLERS.on(ev.SendRegistered)
 def _send_registered(state: Projection, event: ev.SendRegistered) -> None:
     sends = state.book.sends
     if event.request in sends:
@@ -40,7 +40,7 @@ def _send_registered(state: Projection, event: ev.SendRegistered) -> None:
     sends[event.request] = Send(event.transfer, event.generation, event.seq, event.mono_ns, ranks, ranks)
 
 
-@RULES.on(ev.SendReady)
+@HANDLERS.on(ev.SendReady)
 def _send_ready(state: Projection, event: ev.SendReady) -> None:
     send = _send(state, event)
     if send.phase != "registered":
@@ -55,7 +55,7 @@ def _send_ready(state: Projection, event: ev.SendReady) -> None:
     send.since_mono_ns = event.mono_ns
 
 
-@RULES.on(ev.SendStarted)
+@HANDLERS.on(ev.SendStarted)
 def _send_started(state: Projection, event: ev.SendStarted) -> None:
     send = _send(state, event)
     if send.phase == "registered":
@@ -65,7 +65,7 @@ def _send_started(state: Projection, event: ev.SendStarted) -> None:
     send.pushes += 1
 
 
-@RULES.on(ev.RankSent)
+@HANDLERS.on(ev.RankSent)
 def _rank_sent(state: Projection, event: ev.RankSent) -> None:
     send = _send(state, event)
     if send.phase == "registered":
@@ -75,7 +75,7 @@ def _rank_sent(state: Projection, event: ev.RankSent) -> None:
     send.outcomes[event.rank] = event.outcome
 
 
-@RULES.on(ev.SendSettled)
+@HANDLERS.on(ev.SendSettled)
 def _send_settled(state: Projection, event: ev.SendSettled) -> None:
     send = _send(state, event)
     _not_quarantined(send, event)
@@ -92,7 +92,7 @@ def _send_settled(state: Projection, event: ev.SendSettled) -> None:
     del state.book.sends[event.request]
 
 
-@RULES.on(ev.SendExpired)
+@HANDLERS.on(ev.SendExpired)
 def _send_expired(state: Projection, event: ev.SendExpired) -> None:
     send = _send(state, event)
     _not_quarantined(send, event)
@@ -125,7 +125,7 @@ def _expects(send: Send, event: ev.SendStarted | ev.RankSent) -> None:
 # --- recvs ----------------------------------------------------------------------------------------------------------
 
 
-@RULES.on(ev.RecvRegistered)
+@HANDLERS.on(ev.RecvRegistered)
 def _recv_registered(state: Projection, event: ev.RecvRegistered) -> None:
     book = state.book
     if event.request in book.recvs:
@@ -153,7 +153,7 @@ def _recv_registered(state: Projection, event: ev.RecvRegistered) -> None:
         record.since_seq = event.seq
 
 
-@RULES.on(ev.PeersNamed)
+@HANDLERS.on(ev.PeersNamed)
 def _peers_named(state: Projection, event: ev.PeersNamed) -> None:
     recv = _recv(state, event)
     if event.rank not in recv.unnamed:
@@ -173,7 +173,7 @@ def _peers_named(state: Projection, event: ev.PeersNamed) -> None:
             del prefills[next(iter(prefills))]
 
 
-@RULES.on(ev.PeerSettled)
+@HANDLERS.on(ev.PeerSettled)
 def _peer_settled(state: Projection, event: ev.PeerSettled) -> None:
     recv = _recv(state, event)
     if not event.peer:
@@ -196,7 +196,7 @@ def _peer_settled(state: Projection, event: ev.PeerSettled) -> None:
     recv.outcomes = (*recv.outcomes, (event.rank, event.peer, event.outcome))
 
 
-@RULES.on(ev.RecvFailed)
+@HANDLERS.on(ev.RecvFailed)
 def _recv_failed(state: Projection, event: ev.RecvFailed) -> None:
     recv = _recv(state, event)
     if recv.failed:
@@ -204,7 +204,7 @@ def _recv_failed(state: Projection, event: ev.RecvFailed) -> None:
     recv.failed = True
 
 
-@RULES.on(ev.RecvRecovered)
+@HANDLERS.on(ev.RecvRecovered)
 def _recv_recovered(state: Projection, event: ev.RecvRecovered) -> None:
     recv = _recv(state, event)
     if not recv.failed:
@@ -214,7 +214,7 @@ def _recv_recovered(state: Projection, event: ev.RecvRecovered) -> None:
     recv.recovered = event.action
 
 
-@RULES.on(ev.RecvSettled)
+@HANDLERS.on(ev.RecvSettled)
 def _recv_settled(state: Projection, event: ev.RecvSettled) -> None:
     recv = _recv(state, event)
     _not_quarantined(recv, event)

@@ -6,24 +6,24 @@ This file knows events and the book.
 import msgspec
 
 from ledger import events as ev
+from ledger.state.handlers import Handlers
 from ledger.state.projection import Projection
 from ledger.state.records import Book, RequestRecord, RequestState
-from ledger.state.rules import Rules
 
-RULES = Rules()
+HANDLERS = Handlers()
 
 
-@RULES.on(ev.RequestQueued)
+@HANDLERS.on(ev.RequestQueued)
 def _request_queued(state: Projection, event: ev.RequestQueued) -> None:
     state.book.requests[event.request] = RequestRecord(event.generation, since_seq=event.seq)
 
 
-@RULES.on(ev.RequestScheduled, ev.RequestResumed)
+@HANDLERS.on(ev.RequestScheduled, ev.RequestResumed)
 def _request_running(state: Projection, event: ev.RequestScheduled | ev.RequestResumed) -> None:
     enter(state.book, event.request, event.generation, "running", event.seq)
 
 
-@RULES.on(ev.RequestPreempted)
+@HANDLERS.on(ev.RequestPreempted)
 def _request_preempted(state: Projection, event: ev.RequestPreempted) -> None:
     enter(state.book, event.request, event.generation + 1, "preempted", event.seq)
 
@@ -43,7 +43,7 @@ def enter(book: Book, request: str, generation: int, state: RequestState, seq: i
         book.requests[request].after_failure = msgspec.UNSET  # it found room, so the next hit is a new one
 
 
-@RULES.on(ev.RequestFinished, ev.RequestAborted)
+@HANDLERS.on(ev.RequestFinished, ev.RequestAborted)
 def _request_ended(state: Projection, event: ev.RequestFinished | ev.RequestAborted) -> None:
     state.book.requests.pop(event.request, None)
     load = state.book.loads.get(state.book.loading.get(event.request, -1))

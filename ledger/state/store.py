@@ -10,17 +10,17 @@ from ledger.blocks import from_ranges, spoken
 from ledger.errors import Refused
 from ledger.state import invariants as inv
 from ledger.state.counts import count_down, count_up
+from ledger.state.handlers import Handlers, names_null_block
 from ledger.state.projection import Projection
 from ledger.state.records import Book, Job, Load
 from ledger.state.requests import enter
-from ledger.state.rules import Rules, names_null_block
 
-RULES = Rules()
+HANDLERS = Handlers()
 
 # --- store jobs ---------------------------------------------------------------------------------------------------
 
 
-@RULES.on(ev.JobRegistered)
+@HANDLERS.on(ev.JobRegistered)
 def _job_registered(state: Projection, event: ev.JobRegistered) -> None:
     book = state.book
     if event.job < book.next_job:
@@ -38,14 +38,14 @@ def _job_registered(state: Projection, event: ev.JobRegistered) -> None:
         record.skipping = False
 
 
-@RULES.on(ev.JobSkipped)
+@HANDLERS.on(ev.JobSkipped)
 def _job_skipped(state: Projection, event: ev.JobSkipped) -> None:
     record = state.book.requests.get(event.request)
     if record is not None:
         record.skipping = True
 
 
-@RULES.on(ev.PinTouched)
+@HANDLERS.on(ev.PinTouched)
 def _pin_touched(state: Projection, event: ev.PinTouched) -> None:
     job = _job(state.book, event.job)
     if job.blocks:
@@ -58,7 +58,7 @@ def _pin_touched(state: Projection, event: ev.PinTouched) -> None:
     count_up(state.pins, event.blocks)
 
 
-@RULES.on(ev.RankCompleted)
+@HANDLERS.on(ev.RankCompleted)
 def _rank_completed(state: Projection, event: ev.RankCompleted) -> None:
     job = _job(state.book, event.job)
     rank = event.rank
@@ -72,7 +72,7 @@ def _rank_completed(state: Projection, event: ev.RankCompleted) -> None:
     job.outcomes[rank] = event.outcome
 
 
-@RULES.on(ev.JobSettled)
+@HANDLERS.on(ev.JobSettled)
 def _job_settled(state: Projection, event: ev.JobSettled) -> None:
     job = _job(state.book, event.job)
     if job.waiting:
@@ -87,7 +87,7 @@ def _job_settled(state: Projection, event: ev.JobSettled) -> None:
         _forget_job(state, event.job)
 
 
-@RULES.on(ev.BlocksFreed)
+@HANDLERS.on(ev.BlocksFreed)
 def _blocks_freed(state: Projection, event: ev.BlocksFreed) -> None:
     job = _job(state.book, event.job)
     if not job.settled:
@@ -118,7 +118,7 @@ def _forget_job(state: Projection, number: int) -> None:
 # --- loads --------------------------------------------------------------------------------------------------------
 
 
-@RULES.on(ev.LookupAnswered)
+@HANDLERS.on(ev.LookupAnswered)
 def _lookup_answered(state: Projection, event: ev.LookupAnswered) -> None:
     record = state.book.requests.get(event.request)
     if record is not None:
@@ -127,14 +127,14 @@ def _lookup_answered(state: Projection, event: ev.LookupAnswered) -> None:
             record.after_failure = "answered"
 
 
-@RULES.on(ev.LookupDeferred)
+@HANDLERS.on(ev.LookupDeferred)
 def _lookup_deferred(state: Projection, event: ev.LookupDeferred) -> None:
     record = state.book.requests.get(event.request)
     if record is not None:
         record.after_failure = "deferred"
 
 
-@RULES.on(ev.LookupSuppressed)
+@HANDLERS.on(ev.LookupSuppressed)
 def _lookup_suppressed(state: Projection, event: ev.LookupSuppressed) -> None:
     record = state.book.requests.get(event.request)
     if record is not None:
@@ -142,7 +142,7 @@ def _lookup_suppressed(state: Projection, event: ev.LookupSuppressed) -> None:
         record.after_failure = "answered"
 
 
-@RULES.on(ev.LoadPlanned)
+@HANDLERS.on(ev.LoadPlanned)
 def _load_planned(state: Projection, event: ev.LoadPlanned) -> None:
     book = state.book
     if event.load < book.next_load:
@@ -165,7 +165,7 @@ def _load_planned(state: Projection, event: ev.LoadPlanned) -> None:
     book.requests[event.request].after_failure = msgspec.UNSET
 
 
-@RULES.on(ev.LoadRegistered)
+@HANDLERS.on(ev.LoadRegistered)
 def _load_registered(state: Projection, event: ev.LoadRegistered) -> None:
     load = _load(state.book, event.load)
     if load.ranks:
@@ -174,7 +174,7 @@ def _load_registered(state: Projection, event: ev.LoadRegistered) -> None:
     load.waiting = load.ranks
 
 
-@RULES.on(ev.RankLoaded)
+@HANDLERS.on(ev.RankLoaded)
 def _rank_loaded(state: Projection, event: ev.RankLoaded) -> None:
     load = _load(state.book, event.load)
     rank = event.rank
@@ -188,7 +188,7 @@ def _rank_loaded(state: Projection, event: ev.RankLoaded) -> None:
     load.outcomes[rank] = event.outcome
 
 
-@RULES.on(ev.LoadFailed)
+@HANDLERS.on(ev.LoadFailed)
 def _load_failed(state: Projection, event: ev.LoadFailed) -> None:
     load = _load(state.book, event.load)
     if load.failed:
@@ -196,7 +196,7 @@ def _load_failed(state: Projection, event: ev.LoadFailed) -> None:
     load.failed = True
 
 
-@RULES.on(ev.LoadSettled)
+@HANDLERS.on(ev.LoadSettled)
 def _load_settled(state: Projection, event: ev.LoadSettled) -> None:
     load = _load(state.book, event.load)
     if load.waiting and tuple(from_ranges(event.missing)) != load.waiting:

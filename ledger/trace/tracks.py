@@ -17,10 +17,10 @@ MOST_RANKS = 1_000_000
 """Ranks beyond this are drawn in any order: the place of a track is a small number."""
 
 Args: TypeAlias = Mapping[str, str | int | bool | Sequence[str]]
-"""What the viewer shows of a slice when it is chosen. Empty texts are left out."""
+"""EntryKind the viewer shows of a slice when it is chosen. Empty texts are left out."""
 
 
-What: TypeAlias = Literal["begin", "end", "instant", "counter"]
+EntryKind: TypeAlias = Literal["begin", "end", "instant", "counter"]
 
 
 class Track(msgspec.Struct):
@@ -55,7 +55,7 @@ class Entry(msgspec.Struct, frozen=True):
     """
 
     log: int
-    what: What
+    what: EntryKind
     track: int
     ts_ns: int
     name: str = ""
@@ -192,7 +192,7 @@ class Tracks:
 
     def _put(
         self,
-        what: What,
+        what: EntryKind,
         track: Track,
         ts_ns: int,
         name: str = "",

@@ -247,7 +247,7 @@ class _Counted(msgspec.Struct):
     going: set[str] = set()
 
 
-class LoadFailed(Verdict):
+class LoadsThatFailed(Verdict):
     """Reported failures of loads, by what they have in common."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (LOAD_FAILED, EVICTED_BEFORE_LOAD, LOST_STORE)

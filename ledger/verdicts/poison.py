@@ -35,7 +35,7 @@ from ledger.verdicts.shared.poisoning import (
     NoneProven,
     Overflow,
     StaleAccess,
-    Work,
+    WorkAtRisk,
     WorkSort,
     doubt_of,
 )
@@ -204,29 +204,33 @@ class Poison(Verdict):
         alive = [reuse for reuse in self._reuses if any(work.job in book.jobs for work in reuse.works.values())]
         self._reuses = alive[len(alive) // 2 :]
 
-    def _open_work(self, event: ev.BlocksAllocated, given: frozenset[int]) -> dict[tuple[str, int | str], Work]:
+    def _open_work(self, event: ev.BlocksAllocated, given: frozenset[int]) -> dict[tuple[str, int | str], WorkAtRisk]:
         """Return the open work of other owners that names the blocks, or that may do so because it has pinned none."""
         book, history = self.state.book, self.history
-        works: dict[tuple[str, int | str], Work] = {}
+        works: dict[tuple[str, int | str], WorkAtRisk] = {}
         for number, job in book.jobs.items():
             if self._is_owner(event, job.request, job) or (job.blocks and not _overlap(job.blocks, given)):
                 continue
             began = _first(history.jobs.get(number))
-            works["job", number] = Work(
+            works["job", number] = WorkAtRisk(
                 "store job", job.request, job.generation, began, pinned=bool(job.blocks), job=number
             )
         for number, load in book.loads.items():
             if not self._is_owner(event, load.request, load) and load.waiting and _overlap(load.blocks, given):
                 began = _first(history.loads.get(number))
-                works["load", number] = Work("load", load.request, load.generation, began, load=number)
+                works["load", number] = WorkAtRisk("load", load.request, load.generation, began, load=number)
         for request, recv in book.recvs.items():
             if not self._is_owner(event, request, recv) and recv.missing_ranks() and _overlap(recv.blocks, given):
                 began = _first(history.recvs.get(request))
-                works["transfer", recv.transfer] = Work("recv", request, recv.generation, began, transfer=recv.transfer)
+                works["transfer", recv.transfer] = WorkAtRisk(
+                    "recv", request, recv.generation, began, transfer=recv.transfer
+                )
         for request, send in book.sends.items():
             if not self._is_owner(event, request, send) and send.waiting and _overlap(send.blocks, given):
                 began = _first(history.sends.get(request))
-                works["transfer", send.transfer] = Work("send", request, send.generation, began, transfer=send.transfer)
+                works["transfer", send.transfer] = WorkAtRisk(
+                    "send", request, send.generation, began, transfer=send.transfer
+                )
         return works
 
     def _is_owner(self, event: ev.BlocksAllocated, request: str, opened: Job | Load | Send | Recv) -> bool:
@@ -357,7 +361,7 @@ class Poison(Verdict):
         self._caught_count += 1
         self._caught.setdefault((event.job, event.rank), []).append(event)
 
-    def _judge(self, started: ev.TransferStarted, reuse: BlockReuse, work: Work) -> None:
+    def _judge(self, started: ev.TransferStarted, reuse: BlockReuse, work: WorkAtRisk) -> None:
         order = list(expand(started.blocks))
         touched = [index for index, block in enumerate(order) if block[1] in reuse.numbers]
         if not touched:
@@ -377,7 +381,7 @@ class Poison(Verdict):
         for key in access.tainted_keys():
             self._tainted.setdefault(key, access)
 
-    def _released_before(self, reuse: BlockReuse, work: Work) -> Any:
+    def _released_before(self, reuse: BlockReuse, work: WorkAtRisk) -> Any:
         """Return the event by which the old owner lost the blocks, the last one before the block was given away."""
         for event in reversed(self._ends):
             if getattr(event, "request", "") != work.request or event.seq > reuse.event.seq:
@@ -386,7 +390,7 @@ class Poison(Verdict):
                 return event
         return None
 
-    def _lost_by(self, reuse: BlockReuse, work: Work) -> ev.Event | None:
+    def _lost_by(self, reuse: BlockReuse, work: WorkAtRisk) -> ev.Event | None:
         """Return the event after which the old owner had to give its blocks up."""
         preempted = (
             event

@@ -32,7 +32,7 @@ KEPT_CANDIDATES = 1000
 """Reports that may turn out to be stale. Each goes away as soon as the older job gets its own."""
 
 
-Work: TypeAlias = tuple[int, int]
+JobRank: TypeAlias = tuple[int, int]
 """A job, and a rank of it."""
 
 ShownBy: TypeAlias = Literal["twice", "again", "not_owed", "before_its_call"]
@@ -103,8 +103,8 @@ class StaleCompletion(RuleVerdict):
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self._candidates: dict[Work, tuple[ev.RankCompleted, Owed]] = {}
-        self._suspects: dict[Work, _Suspect] = {}
+        self._candidates: dict[JobRank, tuple[ev.RankCompleted, Owed]] = {}
+        self._suspects: dict[JobRank, _Suspect] = {}
 
     def on_rank_completed(self, event: ev.RankCompleted) -> None:
         """Note a report that may be that of an older job; forget it when the older job gets its own."""
@@ -168,7 +168,7 @@ class StaleCompletion(RuleVerdict):
             if not any_owed(self.history, suspect.older, work[1]):
                 del self._suspects[work]
 
-    def _show(self, work: Work, event: ev.Event) -> None:
+    def _show(self, work: JobRank, event: ev.Event) -> None:
         """Add what came later of a job and rank to what shows a report of it."""
         known = self._suspects.get(work)
         if known is not None and len(known.shown_by) < KEPT_CHAIN:
@@ -190,7 +190,7 @@ class StaleCompletion(RuleVerdict):
 
     def _suspect(
         self,
-        work: Work,
+        work: JobRank,
         older: tuple[int, ...],
         shown_by: list[ev.Event],
         report: ev.RankCompleted,
@@ -214,7 +214,7 @@ class StaleCompletion(RuleVerdict):
         around = [*preempted, *younger[:1], *settled]
         self._suspects[work] = _Suspect(report, older, how, call, shown_by, around, is_refused=call is None)
 
-    def _finding(self, work: Work, suspect: _Suspect, owed: Owed, reading: Reading) -> Finding:
+    def _finding(self, work: JobRank, suspect: _Suspect, owed: Owed, reading: Reading) -> Finding:
         job, rank = work
         preempted = [
             each for each in suspect.around if isinstance(each, ev.RequestPreempted) and each.seq > owed.registered.seq

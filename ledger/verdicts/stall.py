@@ -19,7 +19,7 @@ from ledger.verdicts.base import Doubt, Facts, Finding, Kind, Role, Verdict, lis
 from ledger.verdicts.history import End, History
 from ledger.verdicts.shared.waits import (
     STALL_SUSPECT_S,
-    Ended,
+    RequestEnded,
     Wait,
     Waiting,
     blocked_requests,
@@ -65,7 +65,7 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request: str
-    ended: Ended | None
+    ended: RequestEnded | None
     open_ns: int
 
 

@@ -7,16 +7,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-DOUBLED: dict[str, str] = {
-    "Events": "the events of a log, by place in `join` and lazily in `blast_radius`",
-    "Failure": "a failure of a P/D call and of a load from the store",
-    "LoadFailed": "the event, and the verdict named after its kind",
-    "Taken": "what was taken from a log in `report`, and a sample in `integrity`",
-    "What": "what a track shows, and what is waited for",
-    "Work": "what poisons, what completes late, and what a store thread does",
-}
-"""Names that mean two things still, and what."""
-
 
 def defined_types(source: str) -> set[str]:
     """The public classes and type aliases that a source file defines at its top level."""
@@ -47,11 +37,7 @@ def doubled() -> dict[str, list[str]]:
 
 
 def test_no_type_has_the_name_of_another():
-    assert {name: files for name, files in doubled().items() if name not in DOUBLED} == {}
-
-
-def test_an_exception_that_is_not_needed_goes():
-    assert [name for name in DOUBLED if name not in doubled()] == []
+    assert doubled() == {}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from ledger import events as ev
 from ledger import words
 from ledger.verdicts.base import Finding
 from ledger.verdicts.shared.ends import goes_on
-from ledger.verdicts.shared.waits import Ended, RankView, Waiting
+from ledger.verdicts.shared.waits import RankView, RequestEnded, Waiting
 
 OUTCOMES = {"ok": "ended well", "partial": "failed for some keys", "failed": "failed"}
 """How a call ended, as a verb."""
@@ -33,7 +33,7 @@ def open_since(finding: Finding, work: Waiting) -> str:
     return f"{name(work)} is open since event {work.since_seq}{until}"
 
 
-def ended(end: Ended) -> str:
+def ended(end: RequestEnded) -> str:
     """Return how a request ended while its work was open: `was aborted after 1.00 s`."""
     verb = "was aborted" if isinstance(end.event, ev.RequestAborted) else "ended"
     return f"{verb} after {words.span(end.after_ns)}" if end.after_ns is not None else verb

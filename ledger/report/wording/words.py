@@ -38,7 +38,7 @@ class SameForJob(msgspec.Struct, frozen=True):
 Clause: TypeAlias = str | Answers
 """A part of what is said of the impact; `;` joins them."""
 
-Step: TypeAlias = str | SameForJob
+NextStep: TypeAlias = str | SameForJob
 """What is to be done."""
 
 
@@ -63,7 +63,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     brief: str = ""
     culprit: str = ""
     advice: str = ""
-    also: Step = ""
+    also: NextStep = ""
     other_log: str = ""
     shown: str = ""
     inferred: str = ""

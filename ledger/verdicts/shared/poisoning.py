@@ -20,7 +20,7 @@ GIVEN_AWAY = "the blocks of a job were given away"
 """The cause of all findings about jobs: in one log they are one incident."""
 
 
-class Work(msgspec.Struct):
+class WorkAtRisk(msgspec.Struct):
     """A job, load, send or recv that was open when a block was given away.
 
     Attributes:
@@ -65,7 +65,7 @@ class BlockReuse(msgspec.Struct):
     event: ev.BlocksAllocated
     numbers: frozenset[int]
     released: ev.BlocksReleased | ev.RequestPreempted | ev.RequestFinished | ev.RequestAborted | None
-    works: dict[tuple[str, int | str], Work]
+    works: dict[tuple[str, int | str], WorkAtRisk]
     written: ev.Event | None = None
     load: int = -1
     transfer: str = ""
@@ -78,7 +78,7 @@ class StaleAccess(msgspec.Struct):
 
     started: ev.TransferStarted
     reuse: BlockReuse
-    work: Work
+    work: WorkAtRisk
     blocks: tuple[Block, ...]
     keys: tuple[str, ...]
     finished: ev.TransferFinished | None = None

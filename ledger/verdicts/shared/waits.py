@@ -1,4 +1,4 @@
-"""What is open at the end of a log: who has not answered, what each was last seen doing, and whether it took too long.
+"""What is open at the end of a log: who has not answered, what each rank was last doing, and whether it is overdue.
 
 Stall, leak and missing ranks are three readings of the same facts, so the facts are gathered here once. Words:
 
@@ -45,12 +45,12 @@ KEPT_BLOCKED = 3
 REPORT_NS = 1_000_000_000
 """And time, in nanoseconds: steps of an idle engine take microseconds."""
 
-What: TypeAlias = Literal["job", "load", "send", "recv"]
+WorkName: TypeAlias = Literal["job", "load", "send", "recv"]
 Doing: TypeAlias = Literal["in_call", "ended", "silent", "unknown"]
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """What a rank that has not answered was last seen doing for some work.
+    """WorkName a rank that has not answered was last seen doing for some work.
 
     Attributes:
         last: the event that says so, if there is one.
@@ -82,7 +82,7 @@ class Wait(msgspec.Struct, frozen=True):
         blind: why the log cannot show what happened here; None if it can.
     """
 
-    what: What
+    what: WorkName
     number: int
     transfer: str
     request: str
@@ -102,7 +102,7 @@ class Wait(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What it is called: `store job 17`, `load 3`, `recv xfer-1`."""
+        """WorkName it is called: `store job 17`, `load 3`, `recv xfer-1`."""
         if self.what in ("send", "recv"):
             return f"{self.what} {self.transfer}"
         return f"store job {self.number}" if self.what == "job" else f"load {self.number}"
@@ -119,7 +119,7 @@ class Wait(msgspec.Struct, frozen=True):
 
     @property
     def sort(self) -> tuple[Hashable, ...]:
-        """What it has in common with the waits that one finding tells together with it."""
+        """WorkName it has in common with the waits that one finding tells together with it."""
         return self.what, self.begun, self.quarantined, self.ranks, self.in_time, self.blind is not None
 
     def doing(self, *states: Doing) -> list[RankView]:
@@ -127,7 +127,7 @@ class Wait(msgspec.Struct, frozen=True):
         return [view for view in self.missing if view.doing in states]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class RequestEnded(msgspec.Struct, frozen=True):
     """How a request ended while its work was open.
 
     Attributes:
@@ -139,7 +139,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """What the facts of a finding hold of a job, load, send or recv that is open.
+    """WorkName the facts of a finding hold of a job, load, send or recv that is open.
 
     Attributes:
         number: the id of the job or load; -1 for a transfer.
@@ -151,7 +151,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
         ended: how its request ended meanwhile; None if it did not.
     """
 
-    what: What
+    what: WorkName
     number: int
     transfer: str
     request: str
@@ -161,7 +161,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     begun: bool
     quarantined: bool
     missing: tuple[RankView, ...]
-    ended: Ended | None
+    ended: RequestEnded | None
 
     def doing(self, *states: Doing) -> list[RankView]:
         """Return the missing ranks that were last seen in one of `states`."""
@@ -253,7 +253,7 @@ def with_events(chain: Sequence[ev.Event], more: Iterable[ev.Event]) -> tuple[ev
     return tuple(found[seq] for seq in sorted(found))
 
 
-def request_end(history: History, wait: Wait) -> Ended | None:
+def request_end(history: History, wait: Wait) -> RequestEnded | None:
     """Return how the request of a job, load or recv ended while that was open; None if it did not.
 
     An id may have come back since.
@@ -263,7 +263,7 @@ def request_end(history: History, wait: Wait) -> Ended | None:
     )
     if event is None:
         return None
-    return Ended(event, event.mono_ns - wait.chain[0].mono_ns if wait.chain else None)
+    return RequestEnded(event, event.mono_ns - wait.chain[0].mono_ns if wait.chain else None)
 
 
 def waiting(history: History, wait: Wait) -> Waiting:

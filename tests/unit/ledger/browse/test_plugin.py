@@ -152,7 +152,7 @@ def test_a_file_with_the_mark_is_a_log(sealed: Path):
 
 def test_the_first_page_says_what_the_log_is_and_what_went_wrong(copy: Path):
     (page,) = served(copy, "")
-    for text in ("eventful.db", "prefill-7", "vllm 0.32.0", "torn", "What went wrong", "no answer of rank 1"):
+    for text in ("eventful.db", "prefill-7", "vllm 0.32.0", "torn", "What went wrong", "no answer from rank 1"):
         assert text in page
 
 

@@ -65,7 +65,7 @@ def test_it_prints_an_address_serves_and_leaves_nothing_behind(tmp_path: Path, n
     temporary = tmp_path / "temporary"
     with browsing(path, temporary) as (process, address):
         assert address.startswith("http://127.0.0.1:")
-        assert "no answer of rank 1" in page(address)
+        assert "no answer from rank 1" in page(address)
         assert list(temporary.iterdir()), "no copy was made"
         process.send_signal(number)
         assert process.wait(30) == status

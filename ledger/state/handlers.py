@@ -1,6 +1,6 @@
-"""How a rule of the book is written: a function of the projection and one event, registered with the kinds it takes.
+"""How the state takes an event: a function of the projection and one event, registered with the kinds it takes.
 
-A rule changes the projection, or raises `Refused` before it has changed anything. This file knows events and the
+A handler changes the projection, or raises `Refused` before it has changed anything. This file knows events and the
 projection.
 """
 
@@ -11,20 +11,20 @@ from ledger import events as ev
 from ledger.blocks import NULL_BLOCK, Blocks
 from ledger.state.projection import Projection
 
-Rule: TypeAlias = Callable[[Projection, Any], None]
+Handler: TypeAlias = Callable[[Projection, Any], None]
 
-R = TypeVar("R", bound=Rule)
+R = TypeVar("R", bound=Handler)
 
 
-class Rules(dict[type[ev.Event], Rule]):
-    """The rules of one part of the book, by the kind of event that they take."""
+class Handlers(dict[type[ev.Event], Handler]):
+    """The handlers of one part of the state, by the kind of event that they take."""
 
     def on(self, *kinds: type[ev.Event]) -> Callable[[R], R]:
         """Register the function below for events of these kinds."""
 
-        def register(rule: R) -> R:
-            self.update(dict.fromkeys(kinds, rule))
-            return rule
+        def register(handler: R) -> R:
+            self.update(dict.fromkeys(kinds, handler))
+            return handler
 
         return register
 
