@@ -25,7 +25,7 @@ def test_both_datasettes_are_what_they_should_be(page: Page, served: Served, req
 def test_the_first_page_says_what_went_wrong_and_what_can_be_asked(page: Page, served: Served):
     page.goto(served.address)
     expect(page.locator("h1")).to_have_text("kvledger: eventful.db")
-    expect(page.locator(".kv-findings li", has_text="no answer of rank 1")).to_have_count(1)
+    expect(page.locator(".kv-findings li", has_text="no answer from rank 1")).to_have_count(1)
     expect(page.locator(".kv-queries dt a")).to_have_text([query.title for query in QUERIES])
     expect(page.locator("h2#queries")).to_be_hidden()
 
