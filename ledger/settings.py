@@ -50,7 +50,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "on_invariant_violation",
         "raise",
-        "What to do when the books are broken: `raise` ends the engine, `quarantine` keeps the blocks and serves on.",
+        "What to do when a rule is broken: `raise` ends the engine, `quarantine` keeps the blocks and serves on.",
         choices=("raise", "quarantine"),
     ),
     Setting(
