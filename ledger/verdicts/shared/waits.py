@@ -15,7 +15,8 @@ import msgspec
 
 from ledger import events as ev
 from ledger.blocks import Blocks
-from ledger.state.records import Job, Load, Recv, Send
+from ledger.state.open_work import OpenWork, open_work
+from ledger.state.records import Job, Recv
 from ledger.verdicts.base import Certainty, Doubt
 from ledger.verdicts.history import End, EventList, History, RequestEnd
 from ledger.verdicts.shared.doubts import (
@@ -170,12 +171,8 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 def waits(history: History, end: End) -> list[Wait]:
     """Return all that is open at the end, oldest first."""
-    book = history.state.book
     suspect_ns = int(history.setting("stall_suspect_s", STALL_SUSPECT_S) * 1e9)
-    found = [_of_job(history, end, number, job, suspect_ns) for number, job in book.jobs.items()]
-    found += [_of_load(history, end, number, load, suspect_ns) for number, load in book.loads.items()]
-    found += [_of_send(history, end, request, send, suspect_ns) for request, send in book.sends.items()]
-    found += [_of_recv(history, end, request, recv, suspect_ns) for request, recv in book.recvs.items()]
+    found = [_wait(history, end, work, suspect_ns) for work in open_work(history.state.book)]
     return sorted(found, key=lambda wait: wait.since_seq)
 
 
@@ -340,115 +337,48 @@ def _is_overtaken(history: History, end: End, number: int, chain: EventList, vie
     return later.step - since.step >= REPORT_STEPS and later.mono_ns - _heard_ns(history, end, since) >= REPORT_NS
 
 
-def _of_job(history: History, end: End, number: int, job: Job, suspect_ns: int) -> Wait:
-    chain = history.jobs.get(number, [])
-    open_ns = max(end.now_mono_ns - job.since_mono_ns, 0)
-    missing = tuple(_view(history, chain, rank, job.since_seq) for rank in job.waiting)
+def _wait(history: History, end: End, work: OpenWork, suspect_ns: int) -> Wait:
+    chain = history.events_of(work)
+    open_ns = max(end.now_mono_ns - work.since_mono_ns, 0)
+    missing = tuple(_view(history, chain, rank, work.since_seq) for rank in work.waiting)
+    is_late = work.suspected or open_ns >= suspect_ns
     return Wait(
-        what="job",
-        number=number,
-        transfer="",
-        request=job.request,
-        generation=job.generation,
-        since_seq=job.since_seq,
+        what=work.kind,
+        number=-1 if work.is_transfer else int(work.id),
+        transfer=str(work.id) if work.is_transfer else "",
+        request=work.request,
+        generation=work.generation,
+        since_seq=work.since_seq,
         open_ns=open_ns,
-        deadline_ns=0,
-        blocks=job.blocks,
+        deadline_ns=work.timeout_ns,
+        blocks=work.blocks,
         missing=missing,
-        answered=tuple(sorted(job.outcomes)),
-        begun=True,
-        failed="failed" in job.outcomes.values(),
-        quarantined=job.quarantined,
-        overdue=job.suspected
-        or open_ns >= suspect_ns
-        or any(
-            report_is_lost(history, end, view) or _is_overtaken(history, end, number, chain, view) for view in missing
-        ),
-        blind=_blind(history, job.since_seq, job.waiting),
+        answered=work.answered,
+        begun=work.begun,
+        failed=work.failed,
+        quarantined=work.quarantined,
+        # Until the prompt is computed nothing is held for a send, so nothing is late.
+        overdue=(work.kind != "send" or work.begun) and (is_late or _is_unheard(history, end, work, chain, missing)),
+        blind=_blind(history, work.since_seq, work.waiting),
         chain=chain,
     )
 
 
-def _of_load(history: History, end: End, number: int, load: Load, suspect_ns: int) -> Wait:
-    chain = history.loads.get(number, [])
-    open_ns = max(end.now_mono_ns - load.since_mono_ns, 0)
-    return Wait(
-        what="load",
-        number=number,
-        transfer="",
-        request=load.request,
-        generation=load.generation,
-        since_seq=load.since_seq,
-        open_ns=open_ns,
-        deadline_ns=0,
-        blocks=load.blocks,
-        missing=tuple(_view(history, chain, rank, load.since_seq) for rank in load.waiting),
-        answered=tuple(sorted(load.outcomes)),
-        begun=bool(load.ranks),
-        failed=load.failed,
-        quarantined=False,
-        # A failed get may be tried again after a pause, so for a load only time tells.
-        overdue=load.suspected or open_ns >= suspect_ns,
-        blind=_blind(history, load.since_seq, load.waiting),
-        chain=chain,
-    )
+def _is_unheard(history: History, end: End, work: OpenWork, chain: EventList, missing: Sequence[RankView]) -> bool:
+    """Return whether a report of a rank or peer would have come by now, however short the work has been open.
 
-
-def _of_send(history: History, end: End, request: str, send: Send, suspect_ns: int) -> Wait:
-    chain = history.sends.get(request, [])
-    open_ns = max(end.now_mono_ns - send.since_mono_ns, 0)
-    return Wait(
-        what="send",
-        number=-1,
-        transfer=send.transfer,
-        request=request,
-        generation=send.generation,
-        since_seq=send.since_seq,
-        open_ns=open_ns,
-        deadline_ns=send.timeout_ns,
-        blocks=send.blocks,
-        missing=tuple(_view(history, chain, rank, send.since_seq) for rank in send.waiting),
-        answered=tuple(sorted(send.outcomes)),
-        begun=send.phase != "registered",
-        failed=False,
-        quarantined=send.quarantined,
-        # Until the prompt is computed nothing is held for the send, so nothing is late.
-        overdue=send.phase != "registered" and (send.suspected or open_ns >= suspect_ns),
-        blind=_blind(history, send.since_seq, send.waiting),
-        chain=chain,
-    )
-
-
-def _of_recv(history: History, end: End, request: str, recv: Recv, suspect_ns: int) -> Wait:
-    chain = history.recvs.get(request, [])
-    open_ns = max(end.now_mono_ns - recv.since_mono_ns, 0)
-    ranks = recv.missing_ranks()
-    missing = tuple(_view(history, chain, rank, recv.since_seq) for rank in ranks)
-    reported = any(outcome != "ok" for _, _, outcome in recv.outcomes) and not recv.failed
-    return Wait(
-        what="recv",
-        number=-1,
-        transfer=recv.transfer,
-        request=request,
-        generation=recv.generation,
-        since_seq=recv.since_seq,
-        open_ns=open_ns,
-        deadline_ns=recv.timeout_ns,
-        blocks=recv.blocks,
-        missing=missing,
-        answered=tuple(sorted({rank for rank, _, _ in recv.outcomes} - set(ranks))),
-        begun=True,
-        failed=recv.failed,
-        quarantined=recv.quarantined,
-        overdue=recv.suspected
-        or open_ns >= suspect_ns
-        or (
-            (reported or any(report_is_lost(history, end, view) for view in missing))
-            and _settled_long_ago(history, end, chain)
-        ),
-        blind=_blind(history, recv.since_seq, ranks),
-        chain=chain,
-    )
+    A failed get may be tried again after a pause, so for a load only time tells; so it is for a send.
+    """
+    lost = any(report_is_lost(history, end, view) for view in missing)
+    match work.record:
+        case Job():
+            number = int(work.id)
+            return lost or any(_is_overtaken(history, end, number, chain, view) for view in missing)
+        case Recv(outcomes=outcomes):
+            reported = any(outcome != "ok" for _, _, outcome in outcomes) and not work.failed
+            return (reported or lost) and _settled_long_ago(history, end, chain)
+        case _:
+            return False
 
 
 def _settled_long_ago(history: History, end: End, chain: Sequence[ev.Event]) -> bool:
