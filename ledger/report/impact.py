@@ -10,6 +10,7 @@ from ledger.blocks import numbers
 from ledger.replay.case import Case
 from ledger.replay.incidents import Incident
 from ledger.report.wording import Answers, Clause, answers, say
+from ledger.state.open_work import open_work
 from ledger.verdicts.base import Role
 
 
@@ -82,10 +83,8 @@ def _blocks(incident: Incident, case: Case, index: int) -> set[int]:
     jobs = {job for each in own for job in each.jobs} - {job for each in lost for job in each.jobs}
     loads = {load for each in own for load in each.loads} - {load for each in lost for load in each.loads}
     moved = {name for each in own for name in each.transfers} - {name for each in lost for name in each.transfers}
-    found = [book.jobs[job].blocks for job in jobs if job in book.jobs]
-    found += [book.loads[load].blocks for load in loads if load in book.loads]
-    transfers = (*book.sends.values(), *book.recvs.values())
-    found += [each.blocks for each in transfers if each.transfer in moved]
+    named = {"job": jobs, "load": loads, "send": moved, "recv": moved}
+    found = [work.blocks for work in open_work(book) if work.id in named[work.kind]]
     return {block for blocks in found for block in numbers(blocks)}
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from ledger import events as ev
 from ledger import words
-from ledger.blocks import Blocks, count
+from ledger.blocks import count
 from ledger.replay.case import Case, LogResult
 from ledger.replay.fold import Result
 from ledger.replay.stats import Calls, Durations, Slow
 from ledger.report.layout import Page
-from ledger.state.records import Job, Load, Recv, Send
+from ledger.state.open_work import OpenWork, open_work
+from ledger.state.records import Job, Load, Send
 from ledger.verdicts.base import Role
 
 END_REASONS = {"stopped": "stop token or string", "length_capped": "length limit"}
@@ -170,6 +171,22 @@ def open_section(result: Result, name: str, page: Page, taken: Taken) -> Iterato
         yield from page.wrap("  ", f"and {len(lines) - 20} more; kvledger state lists all")
 
 
+_HOLDS = {"job": "pins", "load": "writes", "send": "holds", "recv": "holds"}
+
+
+def _nobody_is_missing(work: OpenWork) -> str:
+    """Return what is said of open work for which everybody has answered."""
+    match work.record:
+        case Job(settled=settled):
+            return f"{'settled' if settled else 'every rank has reported'}, and its blocks were not freed"
+        case Load():
+            return "not given to the workers yet"
+        case Send():
+            return "every rank has reported"
+        case _:
+            return "every peer has settled"
+
+
 def open_items(result: Result, taken: Taken) -> Iterator[str]:
     """Yield a line for each job, load and transfer that is open, and one for all requests."""
     book, end = result.state.book, result.end
@@ -177,51 +194,21 @@ def open_items(result: Result, taken: Taken) -> Iterator[str]:
         return
     now_ns = end.now_mono_ns
 
-    def age(opened: Job | Load | Send | Recv) -> str:
-        return f"open since event {opened.since_seq}, for {words.span(max(now_ns - opened.since_mono_ns, 0))}"
-
-    def blocks(verb: str, held: Blocks, *key: int | str) -> str:
-        number = taken.get((str(key[0]), key[1]))
-        if number is None:
-            return f"{verb} {words.plural(count(held), 'block')}"
-        named = words.plural(count(held), "block")
-        return f"{verb} {named} in the book only: they were given away too early, see incident {number}"
-
-    miscounted = [each.miscounted for each in result.findings if each.miscounted is not None]
-    counted = {each.report_of: each for each in miscounted}
-    for number, job in book.jobs.items():
-        given = counted.get(number)
+    counted = {each.miscounted.report_of: each.miscounted for each in result.findings if each.miscounted is not None}
+    for work in open_work(book):
+        number = taken.get(("transfer" if work.is_transfer else work.kind, work.id))
+        held = f"{_HOLDS[work.kind]} {words.plural(count(work.blocks), 'block')}"
+        if number is not None:
+            held += f" in the book only: they were given away too early, see incident {number}"
+        given = counted.get(int(work.id)) if work.kind == "job" else None
         elsewhere = f", whose report was counted for job {given.counted_for}" if given is not None else ""
-        waits = "settled" if job.settled else "every rank has reported"
-        waits = (
-            f"waits for {words.ranks(job.waiting)}{elsewhere}"
-            if job.waiting
-            else f"{waits}, and its blocks were not freed"
-        )
-        kept = ", quarantined" if job.quarantined else ""
-        yield (
-            f"store job {number} of {words.request(job.request, job.generation)}: {age(job)}; {waits}; "
-            f"{blocks('pins', job.blocks, 'job', number)}{kept}"
-        )
-    for number, load in book.loads.items():
-        waits = f"waits for {words.ranks(load.waiting)}" if load.waiting else "not given to the workers yet"
-        yield (
-            f"load {number} of {words.request(load.request, load.generation)}: {age(load)}; {waits}; "
-            f"{blocks('writes', load.blocks, 'load', number)}"
-        )
-    for request, send in book.sends.items():
-        waits = f"waits for {words.ranks(send.waiting)}" if send.waiting else "every rank has reported"
-        yield (
-            f"send {send.transfer} of request {request}: {send.phase}, {age(send)}; {waits}; "
-            f"{blocks('holds', send.blocks, 'transfer', send.transfer)}"
-        )
-    for request, recv in book.recvs.items():
-        missing = recv.missing_ranks()
-        waits = f"waits for {words.ranks(missing)}" if missing else "every peer has settled"
-        yield (
-            f"recv {recv.transfer} of request {request}: {age(recv)}; {waits}; "
-            f"{blocks('holds', recv.blocks, 'transfer', recv.transfer)}"
-        )
+        waits = f"waits for {words.ranks(work.waiting)}{elsewhere}" if work.waiting else _nobody_is_missing(work)
+        whose = f"request {work.request}" if work.is_transfer else words.request(work.request, work.generation)
+        phase = f"{work.record.phase}, " if isinstance(work.record, Send) else ""
+        age = f"open since event {work.since_seq}, for {words.span(max(now_ns - work.since_mono_ns, 0))}"
+        kept = ", quarantined" if work.kind == "job" and work.quarantined else ""
+        name = f"store {work.name}" if work.kind == "job" else work.name
+        yield f"{name} of {whose}: {phase}{age}; {waits}; {held}{kept}"
     states = Counter(record.state for record in book.requests.values())
     if states:
         yield "requests: " + ", ".join(f"{number} {state}" for state, number in states.items())

@@ -28,7 +28,7 @@ KEPT_AFTER = 6
 
 WorkRef: TypeAlias = Literal["job", "load", "transfer"]
 
-WorkKey: TypeAlias = tuple[WorkRef, int | str]
+HeldWork: TypeAlias = tuple[WorkRef, int | str]
 """The sort of the work, and its id."""
 
 EARLY_FREE = Kind(Breach.EARLY_FREE.value, Role.CAUSE | Role.FREES_EARLY | Role.MISCOUNTS | Role.WRONG_KV)
@@ -72,7 +72,7 @@ class Released(Facts, frozen=True, kw_only=True):
 
 class _Released(msgspec.Struct, frozen=True):
     event: ev.BlocksAllocated | ev.RequestScheduled | ev.RequestResumed | ev.TransferStarted | ev.TransferFinished
-    subject: WorkKey
+    subject: HeldWork
     request: str
     began: int
     blocks: tuple[tuple[int, int], ...]
@@ -98,7 +98,7 @@ class EarlyFree(RuleVerdict):
     def __init__(self, history: History) -> None:
         super().__init__(history)
         self._released: dict[tuple[Hashable, ...], Sample[_Released]] = {}
-        self._seen: dict[WorkKey, None] = {}
+        self._seen: dict[HeldWork, None] = {}
         self._over = history.ended_work  # looked at for every call
 
     def finding(self, alike: Sample[Broken]) -> Finding:
@@ -134,7 +134,7 @@ class EarlyFree(RuleVerdict):
         Evidence comes in late, so it is the step that the worker was told of, and its clock, that count.
         """
         if event.job >= 0:
-            key: WorkKey = ("job", event.job)
+            key: HeldWork = ("job", event.job)
         elif event.load >= 0:
             key = ("load", event.load)
         else:
@@ -170,7 +170,7 @@ class EarlyFree(RuleVerdict):
     def _went_on(
         self,
         event: ev.RequestScheduled | ev.RequestResumed,
-        subject: WorkKey,
+        subject: HeldWork,
         opened: Load | Recv,
         waiting: tuple[int, ...],
         chain: list[ev.Event],
@@ -192,7 +192,7 @@ class EarlyFree(RuleVerdict):
         self,
         event: ev.BlocksAllocated,
         given: set[int],
-        subject: WorkKey,
+        subject: HeldWork,
         request: str,
         opened: Load | Recv,
         waiting: tuple[int, ...],
@@ -223,7 +223,7 @@ class EarlyFree(RuleVerdict):
     def findings(self, end: End) -> Iterable[Finding]:
         """Return the broken rules, and the loads whose blocks were given up under them, one finding for each sort."""
         yield from super().findings(end)
-        settled: set[WorkKey] = set()
+        settled: set[HeldWork] = set()
         for broken in self.broken:
             settled |= {("job", broken.job), ("load", broken.load), ("transfer", broken.transfer)}
         for alike in self._released.values():
