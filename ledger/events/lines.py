@@ -11,7 +11,7 @@ from ledger.events.base import SCHEDULER, Event
 from ledger.events.log import Gap
 
 SHOWN_GAPS = 5
-"""Losses that are told one by one."""
+"""Losses that are shown one by one."""
 
 
 def line(event: Event) -> str:

@@ -113,7 +113,7 @@ class RankSent(Event, frozen=True, gc=False, omit_defaults=True, tag="rank_sent"
 
 
 class SendSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="send_settled"):
-    """Prefill side: the transfer is over, and vLLM was told that it may free the request's blocks.
+    """Prefill side: the transfer is over, and vLLM may free the request's blocks.
 
     Attributes:
         outcome: `sent`, `released` (the decode engine needed nothing and only asked to free the blocks), or `withdrawn`
@@ -132,12 +132,12 @@ class SendSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="send_se
 
 
 class SendExpired(Event, frozen=True, gc=False, omit_defaults=True, tag="send_expired"):
-    """Prefill side: the transfer is over without having been served: at least one rank waited in vain.
+    """Prefill side: the transfer is over without having been served: at least one rank gave up waiting.
 
-    vLLM was told that it may free the request's blocks. It says nothing of why the decode engine did not ask.
+    vLLM may free the request's blocks. It says nothing of why the decode engine did not ask.
 
     Attributes:
-        expired_ranks: the ranks that waited in vain.
+        expired_ranks: the ranks that gave up waiting.
     """
 
     about = About("send", "ends", turns="always")
@@ -148,7 +148,7 @@ class SendExpired(Event, frozen=True, gc=False, omit_defaults=True, tag="send_ex
 
     def sentence(self) -> str:
         ranks = words.rank_runs(self.expired_ranks)
-        return f"send {self.transfer} of request {self.request} expired: {ranks} waited in vain"
+        return f"send {self.transfer} of request {self.request} expired: {ranks} gave up waiting"
 
 
 class RecvRegistered(Event, frozen=True, gc=False, omit_defaults=True, tag="recv_registered"):
@@ -265,7 +265,7 @@ class RecvFailed(Event, frozen=True, gc=False, omit_defaults=True, tag="recv_fai
 
 
 class RecvSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="recv_settled"):
-    """Decode side: nobody writes into the transfer's blocks any more, and vLLM was told so.
+    """Decode side: nobody writes into the transfer's blocks any more, and vLLM has the result.
 
     Attributes:
         outcome: `loaded`, `failed`, or `released` (no blocks: the prefill engine was only asked to free its own).

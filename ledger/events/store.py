@@ -159,7 +159,7 @@ class LookupAnswered(Event, frozen=True, gc=False, omit_defaults=True, tag="look
 
 
 class LookupDeferred(Event, frozen=True, gc=False, omit_defaults=True, tag="lookup_deferred"):
-    """The store has a hit, and the request was told "not known yet", because its last load failed.
+    """The store has a hit, and the connector answered "not known yet", because its last load failed.
 
     vLLM then takes it out of the requests that hold blocks; its next lookup is answered.
     """
@@ -180,7 +180,7 @@ class LookupDeferred(Event, frozen=True, gc=False, omit_defaults=True, tag="look
 
 
 class LookupSuppressed(Event, frozen=True, gc=False, omit_defaults=True, tag="lookup_suppressed"):
-    """The store has a hit, and the request was told "no hit", so it computes instead.
+    """The store has a hit, and the connector answered "no hit", so the request computes instead.
 
     Either the loads up to this token failed as often as `load_max_cycles` allows, or a load of the request failed and
     then a hit found no room: vLLM would hold the request back for it, so it is not given again before the request runs.
@@ -199,7 +199,7 @@ class LookupSuppressed(Event, frozen=True, gc=False, omit_defaults=True, tag="lo
 
     def sentence(self) -> str:
         request = words.request(self.request, self.generation)
-        return f"{request} was told of no hit ({words.plural(self.hit_tokens, 'token')} in the store): " + (
+        return f"lookup of {request} suppressed ({words.plural(self.hit_tokens, 'token')} in the store): " + (
             f"{words.plural(self.failures, 'load')} up to the same token failed"
             if self.failures
             else "a load of it had failed, and since then a hit found no room"
@@ -316,7 +316,7 @@ class LoadFailed(Event, frozen=True, gc=False, omit_defaults=True, tag="load_fai
 
 
 class LoadSettled(Event, frozen=True, gc=False, omit_defaults=True, tag="load_settled"):
-    """No rank writes into the load's blocks any more, and vLLM was told so.
+    """No rank writes into the load's blocks any more, and vLLM has the result.
 
     Attributes:
         outcome: `loaded`, `failed`, or `cancelled` (planned, never given to the workers).

@@ -24,7 +24,7 @@ from ledger.replay.join import ReadEvents
 from ledger.verdicts.poison import Poison
 
 ROUNDS_LIMIT = 64
-"""Rounds through the logs. Each follows wrong KV by one load; a chain that is longer is told as far as that."""
+"""Rounds through the logs. Each follows wrong KV by one load; a longer chain is followed as far as that."""
 
 NO_RETURN_SEQ = 2**63 - 1
 """The place at which a call returned of which the log has no return: behind all that it has."""

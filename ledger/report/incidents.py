@@ -294,7 +294,7 @@ def _evidence(incident: Incident, case: Case, page: Page) -> Iterator[str]:
             if isinstance(event, ev.JobRegistered) and (index, event.job) in unpinned:
                 note = "; it pins no block: no pin_touched follows"
             if event.seq in refused[index]:
-                note += "; the book refused this"
+                note += "; the state refused this"
             yield from page.event("  ", event, note)
         if left_out > 0:
             yield from page.wrap("    ", f"{words.plural(left_out, 'event')} left out here; --json names all")

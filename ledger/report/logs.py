@@ -199,7 +199,7 @@ def open_items(result: Result, taken: Taken) -> Iterator[str]:
         number = taken.get(("transfer" if work.is_transfer else work.kind, work.id))
         held = f"{_HOLDS[work.kind]} {words.plural(count(work.blocks), 'block')}"
         if number is not None:
-            held += f" in the book only: they were given away too early, see incident {number}"
+            held += f" in the ledger only: they were given away too early, see incident {number}"
         given = counted.get(int(work.id)) if work.kind == "job" else None
         elsewhere = f", whose report was counted for job {given.counted_for}" if given is not None else ""
         waits = f"waits for {words.ranks(work.waiting)}{elsewhere}" if work.waiting else _nobody_is_missing(work)

@@ -86,7 +86,7 @@ def _send_settled(state: Projection, event: ev.SendSettled) -> None:
         _all_reported(send, event)
         if "expired" in send.outcomes.values():
             raise Refused(
-                inv.SEND_NOT_SERVED, f"transfer {event.transfer} cannot settle as sent: a rank waited in vain"
+                inv.SEND_NOT_SERVED, f"transfer {event.transfer} cannot settle as sent: a rank gave up waiting"
             )
     count_down(state.held, send.blocks)
     del state.book.sends[event.request]

@@ -11,7 +11,7 @@ import msgspec
 from ledger.blocks import Blocks
 
 RequestState: TypeAlias = Literal["queued", "loading", "running", "preempted"]
-"""Where a request is, as far as the connector was told. `loading` is vLLM's WAITING_FOR_REMOTE_KVS."""
+"""Where a request is, as far as the connector knows. `loading` is vLLM's WAITING_FOR_REMOTE_KVS."""
 
 
 class RequestRecord(msgspec.Struct):

@@ -71,7 +71,7 @@ class TraceBuilder(Tracks):
         try:
             self.state.apply(event)
         except Refused as refused:
-            said = f"refused by the book: {event.sentence()}"
+            said = f"refused by the state: {event.sentence()}"
             self._alarm(event, ts_ns, said, {"rule": refused.rule, "detail": refused.detail})
             return
         if event.evidence:

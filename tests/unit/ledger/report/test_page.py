@@ -174,7 +174,7 @@ def test_what_is_shown_and_what_is_concluded_are_told_apart(cases: dict[str, Cas
 
 def test_blocks_that_were_given_away_are_not_said_to_be_held(cases: dict[str, Case]):
     said = one_line(cases["S6"])
-    told = "holds 8 blocks in the book only: they were given away too early, see incident 1"
+    told = "holds 8 blocks in the ledger only: they were given away too early, see incident 1"
     assert told in said
     opened = [item for log in report_data.data(cases["S6"])["story"]["logs"] for item in log["open"]]
     assert any(item.endswith(told) for item in opened)
@@ -358,7 +358,7 @@ def test_the_refused_report_of_the_job_itself_is_among_the_events(cases: dict[st
     assert "Refused event 37, which the state does not accept: rank_reported_twice" in said
     evidence = said.split(" Evidence ")[1]
     assert evidence.count("rank 0 reported job 3: stored") == 2
-    assert "rank 0 reported job 3: stored; the book refused this" in evidence
+    assert "rank 0 reported job 3: stored; the state refused this" in evidence
     assert "waits for rank 0, whose report was counted for job 3" in said
 
 
